@@ -32,24 +32,28 @@ def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
             yield from iterate_tensors(member)
 
 
-def walk_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+def walk_tensors(
+    batch: Any, inside: frozenset[int] = frozenset(), *, in_any_object: bool = False
+) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch, depth first, also from the attributes of objects that Lightning can move: those
     with ``to`` or ``pin_memory``, such as a graph library's batch. `rebuild` cannot rebuild such objects.
 
     Args:
         inside: ids of the objects that enclose this one; some objects refer to themselves.
+        in_any_object: look into objects of other classes, too, unless another object encloses them: they may refer to
+            anything.
     """
     if isinstance(batch, torch.Tensor):
         yield batch
         return
     if is_container(batch):
         members = list_members(batch)
-    elif _can_move(batch) and id(batch) not in inside:
+    elif (_can_move(batch) or (in_any_object and not inside and _has_parts(batch))) and id(batch) not in inside:
         members, inside = [*vars(batch).values()], inside | {id(batch)}
     else:
         return
     for member in members:
-        yield from walk_tensors(member, inside)
+        yield from walk_tensors(member, inside, in_any_object=in_any_object)
 
 
 _PARTS: Mapping[torch.layout, Sequence[str]] = {
@@ -92,8 +96,11 @@ def may_hide_tensors(batch: Any, inside: frozenset[int] = frozenset()) -> bool:
 
 def _can_move(batch: Any) -> bool:
     kind = type(batch)
-    moves = hasattr(kind, "to") or hasattr(kind, "pin_memory")
-    return moves and hasattr(batch, "__dict__") and not isinstance(batch, (type, torch.nn.Module))
+    return (hasattr(kind, "to") or hasattr(kind, "pin_memory")) and _has_parts(batch)
+
+
+def _has_parts(batch: Any) -> bool:
+    return hasattr(batch, "__dict__") and not isinstance(batch, (type, torch.nn.Module))
 
 
 def rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -175,7 +182,7 @@ def count_samples(batch: Any, claims: Sequence[int | None] = ()) -> int | None:
             return claim
     if (first := count_rows(batch)) is not None:
         return first
-    for tensor in walk_tensors(batch):
+    for tensor in walk_tensors(batch, in_any_object=True):
         if tensor.dim():
             return tensor.size(0)
     is_object = isinstance(batch, Sized) and not isinstance(batch, (torch.Tensor, str, bytes, list, tuple, Mapping))
@@ -215,7 +222,10 @@ def _bears_out(batch: Any, claim: int) -> bool:
         return len(batch) == claim or any(_bears_out(each, claim) for each in batch)
     if isinstance(batch, Mapping):
         return any(_bears_out(each, claim) for each in batch.values())
-    return any(_bears_out(each, claim) for each in walk_tensors(batch))
+    lists = [each for each in vars(batch).values() if isinstance(each, (list, tuple))] if _has_parts(batch) else []
+    return any(len(each) == claim for each in lists) or any(
+        _bears_out(each, claim) for each in walk_tensors(batch, in_any_object=True)
+    )
 
 
 class InputsChannelsLast:

@@ -169,6 +169,27 @@ def test_a_claim_counts_where_the_batch_bears_it_out() -> None:
     assert count_samples(views, claims=(32, 16)) == 32 and count_samples(views, claims=(16, 32)) == 16
 
 
+class Plain:
+    """Nothing can move it: its owner's transfer hook does."""
+
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+
+
+def test_samples_are_counted_in_a_plain_object_too() -> None:
+    x, y = torch.zeros(2, 16), torch.zeros(16)
+    assert count_samples(Plain(x=y)) == count_samples((Plain(x=y), {"epoch": 3})) == 16
+    assert count_samples(Plain(sequence_first=x, y=y), claims=(None, 16)) == 16
+    assert count_samples([Plain(pictures=[torch.zeros(3, 8, 8)] * 4)], claims=(4,)) == 4
+    assert count_samples(Plain(sequence_first=x, y=y), claims=(512,)) == 2, "tokens"
+    # What it refers to may be anything: a model, a dataset, itself.
+    for other in (torch.nn.Linear(2, 2), Plain(x=y), Plain):
+        assert count_samples(Plain(other=other)) is None, other
+    loop = Plain(y=y)
+    loop.owner = loop  # type: ignore[attr-defined]
+    assert count_samples(loop, claims=(3,)) == 16 and may_hide_tensors(loop) and not [*walk_tensors(loop)]
+
+
 def test_a_length_is_the_last_resort() -> None:
     class Sized:
         def __len__(self) -> int:

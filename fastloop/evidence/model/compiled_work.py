@@ -59,6 +59,7 @@ class CompiledWork:
         """Why there is no count."""
         self._root, self._preserve_state = root, preserve_state
         self._calls: list[_Call] = []
+        self._lacks_backward = False
         self._undos: list[Callable[[], None]] = []
 
     def open(self) -> None:
@@ -85,7 +86,8 @@ class CompiledWork:
         if self.why is not None:
             return {"per_sample": None, "source": SOURCE, "why": self.why}
         work = count.work
-        return dataclasses.replace(work, at_least=work.at_least or self._has_rest()).per(samples, SOURCE)
+        at_least = work.at_least or self._lacks_backward or self._has_rest()
+        return dataclasses.replace(work, at_least=at_least).per(samples, SOURCE)
 
     def note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the shapes of a call."""
@@ -112,7 +114,7 @@ class CompiledWork:
                 torch.autocast(device, dtype=dtype, enabled=enabled),
                 torch.set_grad_enabled(call.grad),
             ):
-                _run(call, count)
+                self._lacks_backward |= _run(call, count)
         except Exception as error:  # whatever the user's code raises without data
             let_through(error)
             what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
@@ -181,8 +183,8 @@ def _without_compiled_calls(module: torch.nn.Module) -> Iterator[None]:
             own["_compiled_call_impl"] = call
 
 
-def _run(call: _Call, count: FlopCount) -> None:
-    """Run forward and backward of one call."""
+def _run(call: _Call, count: FlopCount) -> bool:
+    """Run forward and backward of one call; return whether a backward was expected but no output leads to one."""
     values = {
         name: call.fake.from_tensor(each.detach()).requires_grad_(each.requires_grad)
         for name, each in (*call.module.named_parameters(), *call.module.named_buffers())
@@ -194,12 +196,23 @@ def _run(call: _Call, count: FlopCount) -> None:
             lambda each: each.clone() if _wants_gradient(each) else each, (call.args, dict(call.kwargs))
         )
         output = torch.func.functional_call(call.module, values, args, kwargs)
-        live = [each for each in torch.utils._pytree.tree_leaves(output) if _wants_gradient(each)]
+        live = [each for each in _find_tensors(output) if _wants_gradient(each)]
         live = [each for each in live if not each.dim()] or live  # a loss, if the module computes one
         wanted = [*given, *filter(_wants_gradient, values.values())]
         if live and wanted:
             ones = [torch.ones_like(each) for each in live]
             torch.autograd.grad(live, wanted, ones, allow_unused=True)
+    return call.grad and bool(wanted) and not live
+
+
+def _find_tensors(output: Any, levels: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output, also those in objects and mappings of classes that PyTorch does not know."""
+    for each in torch.utils._pytree.tree_leaves(output):
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif levels and (isinstance(each, Mapping) or hasattr(each, "__dict__")):
+            members = [*each.values()] if isinstance(each, Mapping) else [*vars(each).values()]
+            yield from _find_tensors(members, levels - 1)
 
 
 class _AnswersTests(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -6,18 +6,18 @@ allocator keeps in reserve does not count: resident memory stays constant while 
 
 Only steady growth counts: each quarter of the readings above the one before, at a similar pace. That is not proof yet:
 a filling cache looks the same. So the tensors are searched for once, at the end of the fit, where user code keeps them:
-in attributes of the LightningModule, callbacks and loggers, and in global variables of their files. Datasets are
-skipped: what they keep is a cache. A list that the code clears elsewhere counts only if it has grown beyond an epoch. A
-container that keeps a graph for each step counts even without growth: backward has freed the large tensors of most
-graphs, and the rest (nodes, on the host) may be too small to notice in a short fit.
+in attributes of the LightningModule, callbacks and loggers, and in global variables of their files and of others in the
+same folders. Datasets are skipped: what they keep is a cache. A list that the code clears elsewhere counts only if it
+has grown beyond an epoch. A container that keeps a graph for each step counts even without growth: backward has freed
+the large tensors of most graphs, and the rest (nodes, on the host) may be too small to notice in a short fit.
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import inspect
 import math
+import os
 import statistics
 import sys
 import time
@@ -25,14 +25,14 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 import torch
 
 from fastloop.evidence import machine
+from fastloop.evidence.model.kept_lines import find_line
 
 SHORTEST_S, SHARE, TIMES_COST = 0.02, 1 / 200, 500
 """Time between two readings, whichever is longest: seconds; a share of the time since the first; a multiple of a
@@ -54,13 +54,9 @@ MOST_OBJECTS, MOST_ITEMS = 100_000, 256
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "fastloop")
 }
-"""Packages whose objects are not searched: the user cannot change what they keep, and torchmetrics resets its lists."""
+"""Packages whose objects are not searched, except for modules: a metric that is never reset keeps tensors."""
 _CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict}
 """Exact types only: subclasses may run the user's code when inspected."""
-_ADDS = {"append", "appendleft", "extend", "add", "insert", "update", "setdefault"}
-_CLEARS = {"clear", "pop", "popleft", "popitem"}
-_STARTS = {"__init__", "setup", "on_fit_start", "on_train_start"}
-"""Functions in which an assignment creates the container and does not clear it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +141,7 @@ class MemoryLog:
     def find_holder(self, roots: Sequence[object], steps: int) -> Holder | None:
         """Return what keeps a tensor for at least every second step; if several do, one with graphs, then the
         largest."""
-        found: list[tuple[bool, int, type | None, str, str]] = []
+        found: list[tuple[bool, int, _Owner, str, str]] = []
         for owner, prefix, name, value in _walk(roots):
             if isinstance(value, torch.Tensor):
                 held, graphs = (_measure_chain(value), True) if value.grad_fn is not None else (0, False)
@@ -157,7 +153,7 @@ class MemoryLog:
         if not found:
             return None
         graphs, held, owner, prefix, name = max(found, key=lambda each: each[:2])
-        where, cleared = _find_line(owner, [type(root) for root in roots], name)
+        where, cleared = find_line(_list_places(owner, [type(root) for root in roots]), name)
         name = f"{prefix}.{name}" if prefix else f"the global {name}"
         return Holder(name=name, tensors=held, holds_graphs=graphs, where=where, cleared=cleared)
 
@@ -232,12 +228,20 @@ def find_pace(readings: Sequence[tuple[int, int]]) -> float | None:
 # -- what keeps the tensors -------------------------------------------------------------------------------------------
 
 
-def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]]:
-    """Containers and tensors below these objects, with class, name and attribute of the object that holds them."""
-    waiting: deque[tuple[type | None, str, str, Any]] = deque()
-    for module in {type(root).__module__ for root in roots if _may_keep_tensors(type(root))}:
-        items = [*vars(sys.modules[module]).items()] if module in sys.modules else []
-        waiting += [(None, "", name, value) for name, value in items if type(value) in _CONTAINERS]
+_Owner = type | ModuleType
+"""The class of the object that holds a container, or the module of a global variable."""
+
+
+def _walk(roots: Sequence[object]) -> Iterator[tuple[_Owner, str, str, Any]]:
+    """Containers and tensors below these objects, with class, name and attribute of the object that holds them; for a
+    library's object, those of the user's attribute that it is in."""
+    waiting: deque[tuple[_Owner, str, str, Any]] = deque()
+    for module in _list_modules(roots):
+        waiting += [
+            (module, "", name, value)
+            for name, value in [*vars(module).items()]
+            if type(value) in _CONTAINERS or _is_searched(value)
+        ]
     waiting += [(type(root), type(root).__name__, "", root) for root in roots]
     seen: set[int] = set()
     while waiting and len(seen) < MOST_OBJECTS:
@@ -253,13 +257,42 @@ def _walk(roots: Sequence[object]) -> Iterator[tuple[type | None, str, str, Any]
                 waiting += [
                     (owner, prefix, name, each) for each in _sample_items(value) if not isinstance(each, torch.Tensor)
                 ]
-        elif isinstance(value, torch.nn.Module) or (_may_keep_tensors(type(value)) and type(value).__dictoffset__):
-            kind = type(value)
+        elif _is_searched(value):
+            kind, members = type(value), {**vars(value), **vars(value).get("_modules", {})}
+            users = _may_keep_tensors(kind)
             waiting += [
-                (kind, kind.__name__, key, each)
-                for key, each in vars(value).items()
-                if key not in ("_parameters", "_buffers")
+                (kind, kind.__name__, key, each) if users or not name else (owner, prefix, name, each)
+                for key, each in members.items()
+                if key not in ("_parameters", "_buffers", "_modules")
             ]
+
+
+def _list_modules(roots: Sequence[object]) -> list[ModuleType]:
+    """The modules of the user's classes, and the others that were imported from the same folders."""
+    names = {type(root).__module__ for root in roots if _may_keep_tensors(type(root))}
+    folders = {_find_folder(sys.modules[name]) for name in names if name in sys.modules} - {None}
+    return [
+        module
+        for name, module in [*sys.modules.items()]
+        if name in names or (folders and _find_folder(module) in folders)
+    ]
+
+
+def _find_folder(module: ModuleType) -> str | None:
+    file = _find_module_file(module)
+    return None if file is None else file.rpartition(os.sep)[0]
+
+
+def _find_module_file(module: ModuleType) -> str | None:
+    """Some entries of ``sys.modules`` are no modules."""
+    file = vars(module).get("__file__") if type(module) is ModuleType else None
+    return file if isinstance(file, str) else None
+
+
+def _is_searched(value: object) -> bool:
+    return isinstance(value, torch.nn.Module) or bool(
+        _may_keep_tensors(type(value)) and type(value).__dictoffset__ and not isinstance(value, type)
+    )
 
 
 def _may_keep_tensors(kind: type) -> bool:
@@ -305,70 +338,19 @@ def _measure_chain(value: torch.Tensor) -> int:
     return length
 
 
-# -- where in the source ----------------------------------------------------------------------------------------------
-
-
-def _find_line(owner: type | None, roots: Sequence[type], name: str) -> tuple[str | None, bool]:
-    """The line that adds to an attribute of this name (without an owner: to a global variable), and whether some
-    function empties it. Attributes are searched for in the classes of the owner and the roots."""
-    where, cleared = None, False
-    kinds = [base for kind in (*([owner] if owner else []), *roots) for base in kind.__mro__ if _may_keep_tensors(base)]
-    places = [(file, kind.__name__ if owner else None) for kind in kinds if (file := _find_file(kind))]
-    for file, kind in dict.fromkeys(places):
-        for function, node in _list_statements(file, kind):
-            if _adds(node, name):
-                where = where or f"{_shorten(file)}:{getattr(node, 'lineno', 0)}"
-            elif function not in _STARTS and _clears(node, name):
-                cleared = True
-    return where, cleared
+def _list_places(owner: _Owner, roots: Sequence[type]) -> list[tuple[str, str | None]]:
+    """Where the code may be: for an attribute in the classes of the owner and the roots, for a global variable in its
+    own file, then in theirs."""
+    is_global = isinstance(owner, ModuleType)
+    found: list[tuple[str | None, str | None]] = []
+    if isinstance(owner, ModuleType):
+        found.append((_find_module_file(owner), None))
+    kinds = [base for kind in (*([] if is_global else [owner]), *roots) for base in kind.__mro__]
+    found += [(_find_file(kind), None if is_global else kind.__name__) for kind in kinds if _may_keep_tensors(kind)]
+    return [(file, kind) for file, kind in found if file is not None]
 
 
 def _find_file(kind: type) -> str | None:
     with suppress(TypeError, OSError):
         return inspect.getsourcefile(kind)
     return None
-
-
-def _shorten(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
-
-
-@lru_cache(maxsize=8)
-def _list_statements(file: str, kind: str | None) -> tuple[tuple[str, ast.AST], ...]:
-    """Every node inside the functions of a class, or of a whole file, with the function's name."""
-    try:
-        tree: ast.AST = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return ()
-    if kind is not None:
-        tree = next((each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == kind), tree)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return tuple((function.name, node) for function in functions for node in ast.walk(function))
-
-
-def _is_named(node: ast.AST, name: str) -> bool:
-    """Whether an expression is ``self.name``, ``name``, or an item of one of these."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
-
-
-def _adds(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in _ADDS and _is_named(node.func.value, name)
-    if isinstance(node, ast.AugAssign):
-        return _is_named(node.target, name)
-    if not isinstance(node, ast.Assign) or not any(_is_named(target, name) for target in node.targets):
-        return False
-    return any(isinstance(each, ast.Subscript) for each in node.targets) or any(
-        _is_named(each, name) for each in ast.walk(node.value)
-    )
-
-
-def _clears(node: ast.AST, name: str) -> bool:
-    """Call only for nodes that do not add."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in _CLEARS and _is_named(node.func.value, name)
-    targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else ()
-    return any(_is_named(target, name) for target in targets)

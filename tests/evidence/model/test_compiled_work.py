@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,43 @@ def test_several_calls_and_those_without_a_gradient() -> None:
     net(x)  # too late
     # Forward and the weight's gradient, and a forward alone.
     assert work.count(2)["per_sample"] == 3 * 2 * 4 * 8
+
+
+class Output(dict[str, Any]):
+    """As Hugging Face's outputs, but unknown to PyTorch."""
+
+
+class Hidden:
+    """Shows none of its tensors."""
+
+    __slots__ = ("loss",)
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+@pytest.mark.parametrize("wrap", [lambda x: Output(loss=x), lambda x: SimpleNamespace(out=Output(loss=x)), Hidden])
+def test_a_loss_inside_an_output_of_an_unknown_class(wrap: Callable[[Tensor], Any]) -> None:
+    class Wraps(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return wrap(super().forward(x).mean())
+
+    def train(module: Any) -> None:
+        out = module(torch.ones(2, 8))
+        out = getattr(out, "out", out)
+        (out["loss"] if isinstance(out, Output) else out.loss).backward()
+
+    module = Wraps(8, 4)
+    with FlopCount() as eager:
+        train(copy.deepcopy(module))
+    root = hold(module, "call")
+    work = CompiledWork(root, preserve_state)
+    work.open()
+    train(root.get_submodule("net"))
+    work.close()
+    found, expected = work.count(2), eager.per(2)["per_sample"]
+    assert found["at_least"] == (wrap is Hidden), "a forward alone is not called all the work"
+    assert found["per_sample"] == pytest.approx(expected / 2 if wrap is Hidden else expected)
 
 
 def test_work_outside_of_what_is_compiled_makes_it_at_least() -> None:

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics import CatMetric
 
 from fastloop import FastLoop
 from fastloop.evidence.model import memory_creep
@@ -140,6 +142,41 @@ class KeepsInAGlobal(Net):
         EVERYTHING.append(hidden.detach())  # leak: global
 
 
+class Recorder:
+    def __init__(self) -> None:
+        self.taken = list[torch.Tensor]()
+
+    def take(self, hidden: torch.Tensor) -> None:
+        self.taken.append(hidden.detach())  # leak: global object
+
+
+RECORDER = Recorder()
+
+
+class KeepsInAGlobalObject(Net):
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        RECORDER.take(hidden)
+
+
+class KeepsInAnotherFile(Net):
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        sys.modules["keeping"].remember(hidden.detach())
+
+
+class NeverResets(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = CatMetric()
+
+    def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
+        self.seen.update(hidden.detach())  # leak: metric
+
+
+class Resets(NeverResets):
+    def on_train_epoch_end(self) -> None:
+        self.seen.reset()
+
+
 class Hears(Net):
     def keep(self, hidden: torch.Tensor, loss: torch.Tensor) -> None:
         self.logger.take(hidden)  # type: ignore[union-attr]
@@ -211,6 +248,7 @@ def read_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_creep, "SHORTEST_S", 0.0)
     monkeypatch.setattr(memory_creep, "TIMES_COST", 0)
     monkeypatch.setattr(sys.modules[__name__], "EVERYTHING", [])
+    monkeypatch.setattr(sys.modules[__name__], "RECORDER", Recorder())
 
 
 def fit(module: Net, data: Any = None, *, batch_size: int = 128, logger: Any = False, epochs: int = 1) -> FastLoop:
@@ -232,6 +270,8 @@ def line_of(leak: str) -> str:
         (KeepsTensors, "tensors", "KeepsTensors.kept", False),
         (AddsUp, "sum", "AddsUp.total", True),
         (KeepsInAGlobal, "global", "the global EVERYTHING", False),
+        (KeepsInAGlobalObject, "global object", "Recorder.taken", False),
+        (NeverResets, "metric", "NeverResets.seen", False),
         (Hears, "logger", "KeepingLogger.history", False),
     ],
 )
@@ -247,16 +287,48 @@ def test_a_leak_is_named_with_its_line(module: type[Net], leak: str, keeper: str
     assert last.bottleneck == "memory_creep" and last.share_pct is None and f"({found['where']}): " in last.why
 
 
+HELPER = """kept = []
+
+def remember(hidden):
+    kept.append(hidden)
+"""
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the user's file", "of another folder"])
+def test_a_global_of_another_file_is_found_where_that_file_is_the_users(
+    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keeping.py").write_text(HELPER)
+    helper = ModuleType("keeping")
+    helper.__file__ = str(tmp_path / "keeping.py")
+    exec(HELPER, vars(helper))
+    monkeypatch.setitem(sys.modules, "keeping", helper)
+    if beside:
+        monkeypatch.setattr(sys.modules[__name__], "__file__", str(tmp_path / "train.py"))
+    measurement = fit(KeepsInAnotherFile()).measurement
+    found = measurement.evidence.get("memory", {}) if measurement is not None else {}
+    assert len(vars(helper)["kept"]) == 100
+    assert (found.get("name"), found.get("where")) == (("the global kept", "keeping.py:4") if beside else (None, None))
+
+
 @pytest.mark.parametrize(
     ("module", "data", "grows"),
     [
         (Net, None, False),
         (KeepsTheLast, None, True),
         (Clears, None, True),
+        (Resets, None, True),
         (HasItsOwn, Caching(100), True),
         (Net, Longer(), True),
     ],
-    ids=["nothing kept", "bounded", "cleared", "a filling cache beside a full list", "growing shapes"],
+    ids=[
+        "nothing kept",
+        "bounded",
+        "cleared",
+        "a metric that is reset",
+        "a filling cache beside a full list",
+        "growing shapes",
+    ],
 )
 def test_what_only_looks_like_a_leak_is_none(module: type[Net], data: Any, grows: bool) -> None:
     seen: list[float | None] = []
