@@ -91,7 +91,7 @@ def find_compute_bound(step: Attribution, rungs: Rungs) -> Finding | None:
     well_used = step.gpu_use == "well_used"
     if spent is None or step.gpu_use not in ("well_used", "slow") or (well_used and not step.is_limit):
         return None
-    culprit = None if well_used else find_culprit(seen)
+    culprit = None if well_used else find_culprit(seen, rungs.are_in_effect)
     share = None if culprit is None else culprit.share
     most = None if share is None else compute_gain_bound_pct(step.to_pct(share * spent))
     if (cost := weigh(step, "compute_bound", spent, most_pct=most, bound=most is None)) is None:

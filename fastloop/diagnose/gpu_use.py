@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from fastloop.records.measurement import Measurement
@@ -119,8 +120,12 @@ def find_misaligned_matmuls(seen: Measurement) -> float | None:
     return min(1.0, spent / busy) if busy and spent >= WORTH_NAMING * busy else None
 
 
-def find_culprit(seen: Measurement) -> Culprit | None:
-    """Find why a GPU is slow that is neither well used nor limited by fp32 math or memory."""
+def find_culprit(seen: Measurement, is_answered: Callable[[str], bool] = lambda _cause: False) -> Culprit | None:
+    """Find why a GPU is slow that is neither well used nor limited by fp32 math or memory.
+
+    Args:
+        is_answered: whether a rung against a cause is in effect, so that code which is written so may not run so.
+    """
     shares, sms = read_family_shares(seen), read_gpu(seen, "sm_active_pct")
     parts = {family: shares.get(family, 0.0) for family in KERNELS}
     parts["elementwise"] += shares.get("normalisation", 0.0)
@@ -141,7 +146,7 @@ def find_culprit(seen: Measurement) -> Culprit | None:
         return Culprit("32-bit_math", says, "Trainer(precision='bf16-mixed')")
     if sms is not None and sms < FEW_SMS_PCT:
         return Culprit("small_kernels", f"only {sms:.0f} % of its SMs have work", "more work in each kernel")
-    if read_trace(seen) is None and attends_by_hand(seen):
+    if read_trace(seen) is None and attends_by_hand(seen) and not is_answered("attention"):
         says = "the model's attention is hand-written; a trace shows how much time it takes"
         return Culprit("attention", says, FUSED_ATTENTION)
     part, whole = to_number(seen.flops.get("misaligned")), to_number(seen.flops.get("per_sample"))

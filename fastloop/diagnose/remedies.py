@@ -101,6 +101,11 @@ class Rungs:
         places = {rung: card.answers[cause] for rung, card in self.cards.items() if cause in card.answers}
         return sorted(places, key=places.__getitem__)
 
+    def are_in_effect(self, cause: str) -> bool:
+        """Whether an enabled rung against this cause is known to have had an effect."""
+        verdicts = (self.verdicts.get(rung) for rung in self.list_against(cause) if rung in self.enabled)
+        return any(verdict is not None and bool(verdict.took) for verdict in verdicts)
+
     def list_after(self, cause: str) -> list[str]:
         """Return the rungs worth trying once one against this cause is on, in the order to try them."""
         places = {rung: {**card.answers, **card.follows} for rung, card in self.cards.items()}

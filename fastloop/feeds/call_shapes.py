@@ -132,6 +132,12 @@ class Replays:
     count = 0
 
 
+class Resized:
+    """Counts how often this process changed the size of its micro-batches: new sizes are no exceptions then."""
+
+    count = 0
+
+
 class GraphLimit:
     """Counts a module's graphs in training, or in evaluation, and the calls that run without one.
 
@@ -147,7 +153,7 @@ class GraphLimit:
         self.seen = Seen()
         self._fitting: list[Fitting] = []
         self._recent = deque[bool](maxlen=RECENT)
-        self._replays = Replays.count
+        self._replays, self._resized = Replays.count, Resized.count
 
     @property
     def exhausted(self) -> bool:
@@ -161,17 +167,20 @@ class GraphLimit:
 
     def fits(self, sizes: Sizes) -> bool:
         """Whether a graph was made for such sizes."""
-        return any(fits(sizes) for fits in self._fitting)
+        if not any(fits(sizes) for fits in self._fitting):
+            return False
+        self._resized = Resized.count
+        return True
 
     def deserves(self) -> bool:
-        """Whether new sizes get a graph: the first sizes do, later ones once they are no longer exceptions. Steps that
-        were replayed count as usual ones."""
+        """Whether new sizes get a graph: the first sizes do, those that we chose, and others once they are no longer
+        exceptions. Steps that were replayed count as usual ones."""
         if self.exhausted:
             return False
         replayed, self._replays = Replays.count - self._replays, Replays.count
         self._recent.extend([False] * min(replayed, RECENT))
-        new = sum(self._recent)
-        return not self._fitting or (new >= LEARN and new > RARE * len(self._recent))
+        new, is_chosen, self._resized = sum(self._recent), Resized.count > self._resized, Resized.count
+        return not self._fitting or is_chosen or (new >= LEARN and new > RARE * len(self._recent))
 
     def expect(self, sizes: Sizes, varying: Mapping[str, Collection[int]]) -> None:
         """Register the sizes that the next graph is made for."""

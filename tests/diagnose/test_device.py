@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.records.plan import Finding
+from fastloop.records.plan import Finding, Verdict
 from tests.diagnose.scenes import (
     BF16,
     NO_WORKERS,
@@ -504,6 +504,10 @@ def test_attention_by_hand_is_named_without_a_trace() -> None:
     (finding,) = findings(slow(attends_by_hand=2))
     assert finding.title == "BUSY, NOT FAST: ATTENTION" and finding.patch == {"rungs": {"attention": {"enabled": True}}}
     assert "the model's attention is hand-written" in finding.why and finding.ceiling_gain_pct is None
+    for took, title in ((True, "BUSY, NOT FAST"), (False, "BUSY, NOT FAST: ATTENTION")):
+        verdict = Verdict(rung="attention", took=took, why="it is said so")
+        (finding,) = findings(slow(attends_by_hand=2), ("attention",), (verdict,))
+        assert finding.title == title, "what is written by hand need not run so"
     (finding,) = findings(slow(attends_by_hand=0))
     assert finding.title == "BUSY, NOT FAST" and finding.patch is None
     (finding,) = findings(with_trace(slow(attends_by_hand=2), 97.0, {"other": 3.0}, {"gemm": 90.0}))

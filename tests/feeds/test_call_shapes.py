@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastloop.feeds import call_shapes
-from fastloop.feeds.call_shapes import GRAPHS, Fitting, GraphLimit, Replays, Seen
+from fastloop.feeds.call_shapes import GRAPHS, Fitting, GraphLimit, Replays, Resized, Seen
 
 
 def made_for(sizes: list[int], budget: GraphLimit | None = None) -> list[int]:
@@ -112,6 +112,22 @@ def test_sizes_that_come_often_get_a_graph(sizes: list[int], places: list[int], 
     budget = GraphLimit()
     assert made_for(sizes, budget) == places and (budget.eager, budget.spent) == (eager, "")
     assert budget.calls == len(sizes)
+
+
+@pytest.mark.parametrize(("chosen", "places"), [(True, [0, 20]), (False, [0, 23])])
+def test_sizes_that_we_chose_get_a_graph_at_once(
+    chosen: bool, places: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no exception after them does."""
+    monkeypatch.setattr(Resized, "count", 0)
+    budget = GraphLimit()
+    first = made_for([8] * 20, budget)
+    Resized.count += chosen
+    assert first + [20 + place for place in made_for([64] * 20, budget)] == places
+    one = GraphLimit()
+    made_for([8] * 10, one)
+    Resized.count += chosen
+    assert made_for([8, 5], one) == [], "the chosen size had a graph already"
 
 
 def test_a_storm_is_told_within_a_stated_count() -> None:

@@ -52,8 +52,8 @@ class CountWork:
         elif self._preserve_state is not None and find_compiled(self._module):
             self._compiled = CompiledWork(self._module, self._preserve_state)
             self._compiled.open()
-        else:
-            self.found, self._done = {"per_sample": None, "why": why}, True
+        else:  # a later step may be one of compiled modules
+            self.found = {"per_sample": None, "why": why}
 
     def batch(self, samples: int | None) -> None:
         """Add a finished batch of the step."""

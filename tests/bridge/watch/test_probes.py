@@ -88,6 +88,25 @@ def test_what_must_not_be_counted_says_why(marks: Marks) -> None:
     assert look.found["per_sample"] is None and "compiled" in look.found["why"]
 
 
+def test_modules_that_are_compiled_in_the_first_steps_are_counted_in_a_later_one(marks: Marks) -> None:
+    """Something was compiled in this process: a step before ours cannot be counted while it runs."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    model = torch.nn.Linear(8, 16)
+    look = CountWork(preserve_state)
+    look.attach(model, marks)
+    look.begin()
+    train(marks, model)
+    look.batch(4)
+    look.end()
+    assert look.found["per_sample"] is None and "torch.compile is in use" in look.found["why"]
+    model.compile(backend="eager")
+    look.begin()
+    train(marks, model)
+    look.batch(4)
+    look.end()
+    assert look.found["per_sample"] == BY_HAND
+
+
 def test_the_calls_of_a_compiled_module_are_counted_after_the_step(marks: Marks) -> None:
     model = torch.compile(torch.nn.Linear(8, 16), backend="eager")
     look = CountWork(preserve_state)

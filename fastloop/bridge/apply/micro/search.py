@@ -17,6 +17,7 @@ from fastloop.bridge.apply.rehearse.remembered import KeptSize
 from fastloop.bridge.apply.state.untouched import preserve_parameters
 from fastloop.errors import NotApplicable
 from fastloop.feeds.batch_tree import count_rows, iterate_tensors
+from fastloop.feeds.call_shapes import Resized
 from fastloop.judge.micro_batch import FoundSize
 
 
@@ -105,7 +106,9 @@ class SizeSearch(SearchRules):
 
 
 def fits_in_memory(strategy: Any, size: int, trial: SizeTrial) -> bool:
-    """Whether a piece of this size fits now, with room for the optimizer's future state. Leaves no trace."""
+    """Whether a piece of this size, which would be a new one, fits now, with room for the optimizer's future state.
+    Leaves no trace but graphs for this size."""
+    Resized.count += 1
     run, fits = SearchRun(SearchRules(target=1.0, runs_graphs=True), strategy, [size], trial), None
     with contextlib.suppress(NotApplicable), preserve_parameters(run.module.parameters()):
         fits = run.find_fitting()

@@ -29,6 +29,7 @@ from fastloop.errors import NotApplicable, describe, is_out_of_memory, let_throu
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors
+from fastloop.feeds.call_shapes import Resized
 from fastloop.feeds.splitting import Piece
 from fastloop.judge import micro_batch as judge
 from fastloop.judge.micro_batch import FoundSize
@@ -278,6 +279,7 @@ class SearchRun:
         with torch.compiler.set_stance("default"):
             for size in self.sizes:
                 if size >= max(self.ran):
+                    Resized.count += 1
                     if (timed := self._time(size, convert)) is None:
                         break
                     rates[size] = timed[0]
