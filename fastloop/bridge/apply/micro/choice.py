@@ -6,12 +6,11 @@ over samples. Its pieces are then the user's own batches, as in the user's own a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastloop.bridge.apply.micro.gradient_check import UNKNOWN, Weighing, explain_difference, weigh_pieces
-from fastloop.bridge.apply.micro.room import give_back
+from fastloop.bridge.apply.micro.room import giving_back
 from fastloop.bridge.apply.micro.search import SizeSearch, fits_in_memory
 from fastloop.bridge.apply.micro.size import PieceSize
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
@@ -258,11 +257,10 @@ class PieceChoice:
             if len(halved) != 1:  # pieces of up to three samples have no halves
                 batch, pieces = pieces[0].batch, halved
         if len(pieces) > 1:
-            with self._one_time.span("rehearsal"):
+            with self._one_time.span("rehearsal"), giving_back(strategy.root_device):
                 reason, mine = weigh_pieces(
                     strategy, batch, pieces, self._size.make_take_loss(strategy, rest), self._note_unequal
                 )
-                give_back(strategy.root_device)
         self.weighing = next((each for each in gather(trainer, mine) if each is not None), self.weighing)
         return reason
 
@@ -317,8 +315,7 @@ class PieceChoice:
 
     def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
         take_loss = self._size.make_take_loss(strategy, rest)
-        with self._one_time.span("rehearsal"), contextlib.ExitStack() as after:
-            after.callback(give_back, strategy.root_device)
+        with self._one_time.span("rehearsal"), giving_back(strategy.root_device):
             if merged[0].samples >= own[0].samples:
                 how = self.groups, self._compares, self._note_unequal
                 return explain_difference(strategy, own, merged, take_loss, *how)

@@ -80,10 +80,21 @@ class Room:
         return sum([*later, *(each.nbytes for each in self._module.parameters() if each.requires_grad)])
 
 
-def give_back(device: torch.device) -> None:
-    """Give memory that only a trial took back to the device, and forget its peak."""
-    if device.type == "cuda":
-        _give_back(device)
+@contextlib.contextmanager
+def giving_back(device: torch.device) -> Iterator[None]:
+    """Give memory that only the body of ``with`` took back to the device, and forget its peak. If it took no more than
+    the training holds, nothing is given back: taking it again costs seconds."""
+    if device.type != "cuda":
+        yield
+        return
+    held = torch.cuda.memory_reserved(device)
+    try:
+        yield
+    finally:
+        if torch.cuda.memory_reserved(device) > held:
+            _give_back(device)
+        else:
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def _give_back(device: torch.device) -> None:
