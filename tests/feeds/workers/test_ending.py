@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from fastloop.feeds.workers.ending import kill_started, kill_workers
 
@@ -33,7 +34,10 @@ def test_those_that_were_there_before_stay(pair: Any) -> None:
     assert older.is_alive() and not younger.is_alive()
 
 
-def test_torch_does_not_raise_at_their_death() -> None:
+def test_torch_does_not_raise_at_their_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch sets its handler once in a process, and another test may have restored the one before it.
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+
     def begin() -> Any:
         return iter(DataLoader(torch.zeros(8, 1), num_workers=1, timeout=60))
 

@@ -281,6 +281,7 @@ def test_no_workers_are_added_before_there_is_an_answer(monkeypatch: pytest.Monk
     plain, ours = fit_both(divide, 0, {"count": 2})
     assert distance(plain, ours) == 0 and ANOTHER in str(ours.reason("workers"))
     monkeypatch.setattr(read_twice, "LATE_S", 0.0)
+    monkeypatch.setattr(ReadTwice, "_receive", lambda *_: None)
     plain, added = fit_both(divide, 0, {"count": 2})
     assert distance(plain, added) > 0, "the control"
 
