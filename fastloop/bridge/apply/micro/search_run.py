@@ -73,7 +73,7 @@ class SearchRules:
     """Try no size below the user's batch, because it would change BatchNorm's statistics."""
     quick: Quick = lambda: nullcontext(lambda batch: batch)
     waiting: Sequence[str] = ()
-    """The names of those rungs."""
+    """The names of those rungs, if sizes that only fit with them are to be tried."""
     runs_graphs: bool = False
     """Run compiled modules and captured graphs as the next step will, and not eagerly."""
     key: object = None
@@ -280,7 +280,9 @@ class SearchRun:
             for size in self.sizes:
                 if size >= max(self.ran):
                     Resized.count += 1
-                    if (timed := self._time(size, convert)) is None:
+                    retries = self.room.reset_peak()
+                    timed = self._time(size, convert)
+                    if timed is None or self._explain_no_room(size, retries) is not None:
                         break
                     rates[size] = timed[0]
         self.limit = limit
@@ -289,15 +291,12 @@ class SearchRun:
 
     def _time(self, size: int, convert: Callable[[Any], Any]) -> tuple[float, float] | None:
         """Samples per second of one size, as a model that will be compiled runs BatchNorm and as it does now; None if
-        it does not run, or with too little room."""
-        retries = self.room.reset_peak()
+        it does not run."""
         try:
             with preserve_state(self.module):
                 piece = self.take(size)
                 piece = piece._replace(batch=convert(piece.batch))
                 self._play(piece)
-                if self._explain_no_room(size, retries) is not None:
-                    return None
                 uncompiled = rate = 1e3 * size / self._read_ms(piece)
                 if self.given.compiles is not None and piece.groups > 1:
                     # Compiled code takes all groups at once, at the price of torch's own BatchNorm.

@@ -62,7 +62,7 @@ def _make_search(
         target=wants["step.target_memory"],
         whole=wants["step.whole_batches"],
         quick=partial(_switch_on, site, quick, handle),
-        waiting=[step.rung for step in quick],
+        waiting=[] if site.facts.compiled_by_user else [step.rung for step in quick],
         key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
         compiles=compiles if wants.get("step.batch_norm") == "groups" else None,
         say=handle.say,
