@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
@@ -133,6 +134,27 @@ def fit(name: str, how: str) -> dict[str, Any]:
     }
 
 
+def fit_with_sizes(found: list[tuple[int, int | None]]) -> dict[str, Any]:
+    """A run in which each rank's search finds its own size, and one that only fits with amp."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from fastloop.bridge.apply.micro.search_run import SearchRun
+    from fastloop.judge.micro_batch import FoundSize
+    from tests.runs import Net, numbered, run
+
+    size, later = found[rank()]
+    data = torch.utils.data.DataLoader(numbered(256), batch_sampler=Batches([8] * 12))
+    settings = {"strategy": DDPStrategy(timeout=timedelta(seconds=30)), "devices": 2, "use_distributed_sampler": False}
+    compile_for_inductor = torch.compile
+    with (
+        mock.patch.object(SearchRun, "search", lambda _run: FoundSize(size=size, later=later)),
+        mock.patch.object(torch, "compile", lambda made, **_how: compile_for_inductor(made, backend="eager")),
+    ):
+        done = run({"batch": {}, "amp": {}, "compile": {}}, data, Net, **settings, **WINDOWS)
+    took = [done.verdict(rung).took for rung in ("batch", "amp", "compile")]
+    return {"weights": done.weights, "size": done.seen("batch")["micro_batch"], "took": took}
+
+
 def main() -> None:
     from fastloop.bridge.apply.micro import search_run
 
@@ -146,6 +168,8 @@ def main() -> None:
         for how in ["plain", *case[-1].split()]:
             print(rank(), name, how, flush=True)
             found[f"{name}: {how}"] = fit(name, how)
+    found["both grow"] = fit_with_sizes([(16, 32), (8, 16)])
+    found["one cannot"] = fit_with_sizes([(16, 32), (16, None)])
     torch.save(found, f"rank{rank()}.pt")
 
 

@@ -38,6 +38,13 @@ def test_one_rank_alone_takes_a_smaller_size() -> None:
     assert "micro-batches of 2/2/2/2;" in second and "; 4 did not fit longer samples that came later" in second
 
 
+@pytest.mark.parametrize("case", ["both grow", "one cannot"])
+def test_ranks_that_need_a_rung_for_other_sizes_agree(case: str) -> None:
+    first, second = (ranks[case] for ranks in results())
+    assert first["size"] == second["size"] == 16 and first["took"] == second["took"] == [True, True, True]
+    assert distance(first["weights"], second["weights"]) == 0
+
+
 def test_the_control_sees_another_training() -> None:
     for ranks in results():
         assert distance(ranks["clipped: plain"]["weights"], ranks["short last batches: plain"]["weights"]) > 1e-3
