@@ -148,10 +148,13 @@ class Climb(Measured):
     def _measure_ladders(self) -> None:
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
         does not fit into the budget, the others still run. Once one was faster, time is kept for its screen and
-        proof, if there is enough, and the next are expected to be as fast."""
+        proof, if there is enough, and the next are expected to be as fast. In a hurry those that are a part of it come
+        last, for they are rarely faster."""
         spent, keeps, fastest, expected_ms = None, False, 0.0, self.known.costs.now_ms
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
-        for name, stack in self._defer_slow_compiles(ladders).items():
+        waiting, parts = [*self._defer_slow_compiles(ladders).items()], set[str]()
+        while waiting:
+            name, stack = waiting.pop(0)
             candidate, (seed, side) = make_ladder(name, stack), TURNS[1]
             if self.ladders.get(name, 0.0) is None or any(row.name == candidate.key for row in self.rows):
                 continue
@@ -163,13 +166,13 @@ class Climb(Measured):
                     stack,
                     Ask(seed=seed, steps=took.steps, warmup=took.warmup, ledger=True),
                     what=f"{candidate.key}: first run",
-                    need_s=took.seconds(expected_ms, self.start_s) + first_start_s,
+                    need_s=took.seconds(costs.now_ms if name in parts else expected_ms, self.start_s) + first_start_s,
                     slowest_ms=HOPELESS * costs.now_ms,
                     ladder=candidate.ladder,
                 )
             except Spent as error:
                 spent = spent if keeps else spent or error
-                if keeps and name not in self.put_off:
+                if keeps and name not in (*self.put_off, *parts):
                     self.put_off.append(name)
                 continue
             if self.hurries:
@@ -177,6 +180,9 @@ class Climb(Measured):
             self.ladders[name] = result.samples_per_s if result.ok else None
             if (rate := self.ladders[name] or 0.0) > fastest and self._reserve_proof_time(name, stack, result):
                 fastest, keeps, expected_ms = rate, True, min(expected_ms, result.step_ms or expected_ms)
+                if self.hurries:
+                    parts |= {other for other, theirs in waiting if theirs.keys() <= stack.keys()}
+                    waiting.sort(key=lambda each: each[0] in parts)
             self.save()
         if keeps:
             self.runner.reserve()
