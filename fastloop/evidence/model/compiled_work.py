@@ -3,14 +3,14 @@
 Fused operators are invisible, and a compiled step must not change. So the shapes of a call's arguments are kept, and
 after the step the module's uncompiled code runs forward and backward on tensors without data (torch's fake tensors),
 under the same count as an eager step. This computes nothing, allocates nothing on the device, draws no random numbers
-and compiles nothing.
+and compiles nothing. Where blocks of a model are compiled one by one, the model is run as a whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastloop.errors import let_through
-from fastloop.evidence.model.flops import FlopCount
+from fastloop.evidence.model.flops import FlopCount, Work
 
 SOURCE = "the compiled modules' calls of one step, run again without data"
 MOST_CALLS = 256
@@ -28,7 +28,10 @@ MOST_CALLS = 256
 @dataclass(frozen=True)
 class _Call:
     module: torch.nn.Module
-    """The compiled module, as its user wrote it."""
+    """The module, as its user wrote it."""
+    is_compiled: bool
+    is_inside: bool
+    """Whether it was made inside the call of a module that is recorded too."""
     fake: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -41,6 +44,16 @@ def find_compiled(module: torch.nn.Module) -> list[torch.nn.Module]:
     if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
         return [module]
     return [each for child in module.children() for each in find_compiled(child)]
+
+
+def find_enclosing(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules below the root that can be called, are not compiled and contain compiled ones."""
+    found: list[torch.nn.Module] = []
+    for child in root.children():
+        if (inside := find_compiled(child)) and inside != [child]:
+            is_called = type(child).forward is not torch.nn.Module.forward
+            found += [child] if is_called else find_enclosing(child)
+    return found
 
 
 class CompiledWork:
@@ -59,15 +72,21 @@ class CompiledWork:
         """Why there is no count."""
         self._root, self._preserve_state = root, preserve_state
         self._calls: list[_Call] = []
-        self._lacks_backward = False
+        self.enclosing = 0
+        """Calls of enclosing modules that are running now."""
         self._undos: list[Callable[[], None]] = []
 
     def open(self) -> None:
         for module in find_compiled(self._root):
-            name = "forward" if type(module).__name__ == "OptimizedModule" else "_compiled_call_impl"
-            own = vars(module)
-            own[name] = _Noting(self, module, ours := own[name])
-            self._undos.append(lambda own=own, name=name, ours=ours: _put_back(own, name, ours))  # type: ignore[misc]
+            is_wrapper = type(module).__name__ == "OptimizedModule"
+            self._wrap(module, "forward" if is_wrapper else "_compiled_call_impl", encloses=False)
+        for module in find_enclosing(self._root):
+            self._wrap(module, "forward", encloses=True)
+
+    def _wrap(self, module: torch.nn.Module, name: str, *, encloses: bool) -> None:
+        own, call = vars(module), getattr(module, name)
+        had, own[name] = own.get(name), _Noting(self, module, call, encloses=encloses)
+        self._undos.append(lambda: _put_back(own, name, had))
 
     def close(self) -> None:
         """Restore the modules. Safe to call twice."""
@@ -76,20 +95,36 @@ class CompiledWork:
 
     def count(self, samples: int) -> Mapping[str, Any]:
         """The work of the recorded calls, in the form of ``Measurement.flops``. Call it between two steps."""
-        if not self._calls and self.why is None:
+        calls, self._calls = self._calls, []
+        if not calls and self.why is None:
             self.why = "the compiled modules were not called in the counted step"
-        count = FlopCount()
-        for call in self._calls:
-            if self.why is None:
-                self._count_call(call, count)
-        self._calls.clear()
-        if self.why is not None:
-            return {"per_sample": None, "source": SOURCE, "why": self.why}
-        work = count.work
-        at_least = work.at_least or self._lacks_backward or self._has_rest()
-        return dataclasses.replace(work, at_least=at_least).per(samples, SOURCE)
+        work = None
+        if self.why is None:
+            work = self._count_calls([each for each in calls if not each.is_inside])
+            if work is None and not all(each.is_compiled for each in calls):
+                self.why = None  # what encloses them cannot run without data, but they may
+                work = self._count_calls([each for each in calls if each.is_compiled])
+        return {"per_sample": None, "source": SOURCE, "why": self.why} if work is None else work.per(samples, SOURCE)
 
-    def note(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _count_calls(self, calls: Sequence[_Call]) -> Work | None:
+        """Count these calls; None if one cannot run, and `why` then says so."""
+        count, lacks_backward = FlopCount(), False
+        for call in calls:
+            try:
+                lacks_backward |= self._count_call(call, count)
+            except Exception as error:  # whatever the user's code raises without data
+                let_through(error)
+                what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+                self.why = f"{type(call.module).__name__} is compiled, and cannot run without data: {what}"
+                return None
+        counted = [*find_compiled(self._root), *(call.module for call in calls)]
+        inside = {id(each) for module in counted for each in module.parameters()}
+        has_rest = any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
+        return dataclasses.replace(count.work, at_least=count.work.at_least or lacks_backward or has_rest)
+
+    def note(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_compiled: bool
+    ) -> None:
         """Record the shapes of a call."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -102,44 +137,50 @@ class CompiledWork:
         device = next((each.device.type for each in module.parameters()), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         shapes = _make_fake(fake, args), _make_fake(fake, dict(kwargs))
-        self._calls.append(_Call(_unwrap(module), fake, *shapes, torch.is_grad_enabled(), autocast))
+        # A block that is called again in the backward, by activation checkpointing, is part of what encloses it.
+        is_inside = is_compiled and (self.enclosing > 0 or self._is_again())
+        how = is_compiled, is_inside, fake, *shapes, torch.is_grad_enabled(), autocast
+        self._calls.append(_Call(_unwrap(module), *how))
 
-    def _count_call(self, call: _Call, count: FlopCount) -> None:
+    def _is_again(self) -> bool:
+        in_backward = torch._C._current_graph_task_id() >= 0
+        return in_backward and not all(each.is_compiled for each in self._calls)
+
+    def _count_call(self, call: _Call, count: FlopCount) -> bool:
+        """Count one call; returns whether its backward is missing."""
         device, dtype, enabled = call.autocast
-        try:
-            with (
-                self._preserve_state(self._root),
-                torch.compiler.set_stance("force_eager"),
-                _without_compiled_calls(call.module),
-                torch.autocast(device, dtype=dtype, enabled=enabled),
-                torch.set_grad_enabled(call.grad),
-            ):
-                self._lacks_backward |= _run(call, count)
-        except Exception as error:  # whatever the user's code raises without data
-            let_through(error)
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-            self.why = f"{type(call.module).__name__} is compiled, and cannot run without data: {what}"
-
-    def _has_rest(self) -> bool:
-        """Whether some trainable parameters are outside the compiled modules: their work was not counted."""
-        inside = {id(each) for module in find_compiled(self._root) for each in module.parameters()}
-        return any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
+        with (
+            self._preserve_state(self._root),
+            torch.compiler.set_stance("force_eager"),
+            _without_compiled_calls(call.module),
+            torch.autocast(device, dtype=dtype, enabled=enabled),
+            torch.set_grad_enabled(call.grad),
+        ):
+            return _run(call, count)
 
 
 class _Noting:
-    """Wraps a compiled call, outside the compiled code. Copies and pickles contain the call itself."""
+    """Wraps a compiled call, outside the compiled code, or the forward of a module that encloses such calls. Copies and
+    pickles contain the call itself."""
 
-    def __init__(self, notes: CompiledWork, module: torch.nn.Module, call: Callable[..., Any]) -> None:
-        self.notes, self.module, self.call = notes, module, call
+    def __init__(
+        self, notes: CompiledWork, module: torch.nn.Module, call: Callable[..., Any], *, encloses: bool
+    ) -> None:
+        self.notes, self.module, self.call, self.encloses = notes, module, call, encloses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            try:
-                self.notes.note(self.module, args, kwargs)
-            except Exception as error:  # recording must never break the step
-                let_through(error)
-                self.notes.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
-        return self.call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        try:
+            self.notes.note(self.module, args, kwargs, is_compiled=not self.encloses)
+        except Exception as error:  # recording must never break the step
+            let_through(error)
+            self.notes.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
+        self.notes.enclosing += self.encloses
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            self.notes.enclosing -= self.encloses
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (return_itself, (self.call,))
@@ -150,9 +191,9 @@ def return_itself(kept: Any) -> Any:
     return kept
 
 
-def _put_back(own: dict[str, Any], name: str, call: Any) -> None:
+def _put_back(own: dict[str, Any], name: str, had: Any) -> None:
     if isinstance(own.get(name), _Noting):
-        own[name] = call
+        own.pop(name) if had is None else own.update({name: had})
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:

@@ -36,8 +36,7 @@ def test_a_compiled_model_of_the_users_is_counted_and_left_alone(kind: str) -> N
     losses, compiled, seen = fit(kind)
     plain = fit(kind, watched=False)
     assert (losses, compiled) == plain[:2], "not one compile more, not another number"
-    expected = EAGER if kind == "wrapper" else EAGER - 3 * 2 * 16
-    assert seen.flops["per_sample"] == expected and seen.flops["at_least"] is (kind == "call")
+    assert seen.flops["per_sample"] == EAGER and seen.flops["at_least"] is False
     assert "without data" in seen.flops["source"] and seen.tflop_per_s
     # A control: the same model as it is.
     eager = fit("eager")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from fastloop.bridge.apply.state.untouched import preserve_state
-from fastloop.evidence.model.compiled_work import CompiledWork, find_compiled
+from fastloop.evidence.model.compiled_work import SOURCE, CompiledWork, find_compiled
 from fastloop.evidence.model.flops import FlopCount
 from tests.bridge.watch.made_up import forget_compiles
 
@@ -253,6 +253,48 @@ def test_work_outside_of_what_is_compiled_makes_it_at_least() -> None:
     for parameter in root.get_submodule("eager").parameters():
         parameter.requires_grad_(False)
     assert note(root, torch.ones(2, 4)).count(2)["at_least"] is False
+
+
+def compile_blocks(module: Text) -> nn.Module:
+    for layer in module.layers:
+        layer.compile(backend="eager")
+    root = nn.Module()
+    root.add_module("net", module)
+    return root
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpointed"])
+def test_a_model_whose_blocks_are_compiled_one_by_one_counts_as_a_whole(again: bool) -> None:
+    module, x = Text(again), torch.randint(0, 50, (4, 12))
+    with FlopCount() as eager:
+        learn(copy.deepcopy(module), x)
+    root = compile_blocks(module)
+    learn(module, x)
+    before, slots = frames(), {id(each): dict(vars(each)) for each in root.modules()}
+    work = CompiledWork(root, preserve_state)
+    work.open()
+    twin = copy.deepcopy(module)
+    learn(module, x)
+    work.close()
+    assert frames() == before and {id(each): dict(vars(each)) for each in root.modules()} == slots
+    assert work.count(4) == {**eager.per(4), "source": SOURCE}
+    learn(twin, x)
+    assert work.count(4)["why"] == "the compiled modules were not called in the counted step", "a copy notes nothing"
+
+
+class Reads(Text):
+    def forward(self, ids: Tensor) -> Tensor:
+        assert int(ids.max()) >= 0  # there are no numbers without data
+        return super().forward(ids)
+
+
+def test_blocks_are_counted_by_themselves_where_the_whole_cannot_run_without_data() -> None:
+    module, x = Reads(), torch.randint(0, 50, (4, 12))
+    with FlopCount() as eager:
+        learn(copy.deepcopy(module), x)
+    found = note(compile_blocks(module), x).count(4)
+    head = 3 * 2 * 12 * 16 * 50
+    assert found["at_least"] is True and found["per_sample"] == pytest.approx(eager.per(4)["per_sample"] - head)
 
 
 def test_the_outermost_compiled_modules_are_found() -> None:
