@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from fastloop.feeds.workers.ending import kill_started, kill_workers
+from fastloop.feeds.workers.ending import end_workers, kill_started, kill_workers
 
 
 @pytest.fixture
@@ -48,3 +48,4 @@ def test_torch_does_not_raise_at_their_death(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match="killed by signal"):  # the control
         source._workers[0].kill()
         time.sleep(10)
+    end_workers(source)  # or torch would raise at the death of the next worker, in another test
