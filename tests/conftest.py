@@ -148,13 +148,14 @@ Open MPI that Lightning starts by asking whether it is under one."""
 
 
 def _children_of_ours() -> list[psutil.Process]:
-    """All below this process, but for the server that forks for tests, which ends with it."""
+    """All below this process that run, but for the server that forks for tests, which ends with it."""
     found = []
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL)  # a thousandth of what a scan costs
         for pid in _pids_below(os.getpid(), preloaded.server_pid()):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(pid))
+                if (child := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
+                    found.append(child)
     return found
 
 
@@ -182,8 +183,7 @@ def _children(before: set[int]) -> list[str]:
     for child in _children_of_ours():
         try:
             command = " ".join(child.cmdline())
-            ours = child.pid not in before and child.status() != psutil.STATUS_ZOMBIE
-            if ours and not any(name in command for name in _KEPT):
+            if child.pid not in before and not any(name in command for name in _KEPT):
                 found.append(f"{child.pid} {command[:100]}")
         except psutil.NoSuchProcess:
             continue

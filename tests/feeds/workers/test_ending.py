@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,10 +35,17 @@ def test_those_that_were_there_before_stay(pair: Any) -> None:
     assert older.is_alive() and not younger.is_alive()
 
 
-def test_torch_does_not_raise_at_their_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Torch sets its handler once in a process, and another test may have restored the one before it.
+@pytest.fixture
+def hears_deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's handler, which it sets once in a process; another test may have restored the one before it."""
+    before = signal.getsignal(signal.SIGCHLD)
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    yield
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
+
+@pytest.mark.usefixtures("hears_deaths")
+def test_torch_does_not_raise_at_their_death() -> None:
     def begin() -> Any:
         return iter(DataLoader(torch.zeros(8, 1), num_workers=1, timeout=60))
 
