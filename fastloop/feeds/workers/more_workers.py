@@ -155,7 +155,7 @@ class MoreWorkers:
         """Return the old number of workers if having more may have caused this error, such as too little memory, or a
         ``worker_init_fn`` for fewer workers; else None. If the dataset raised it, it will do so again."""
         before, now = self._before, self._pace
-        if self._epochs is not begin_unchanged or before is None or now is None or error is self._pending.failed:
+        if self._epochs is not begin_unchanged or before is None or now is None or self._pending.has_raised(error):
             return None
         if now.workers <= before.workers:
             return None

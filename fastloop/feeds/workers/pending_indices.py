@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
+from traceback import walk_tb
 from typing import Any
 
 from fastloop.feeds.lazy_loader import StandIn
@@ -27,8 +28,6 @@ class PendingIndices(StandIn):
         """Whether the next ``iter`` only continues the sampler: others still make the pending batches."""
         self._reader = 0
         """Number of the last ``iter``, the only one that may continue."""
-        self.failed: Exception | None = None
-        """Exception that the sampler raised."""
         self._source: Iterator[Any] = iter(())
 
     def hand_over(self) -> None:
@@ -46,6 +45,12 @@ class PendingIndices(StandIn):
         self.resumes = self.goes_on = False
         self.pending = deque()
 
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether the sampler raised this, so that its traceback leads through here. Keeping the exception would keep
+        torch's half-made iterator, too, and its connections are closed twice where cyclic garbage is collected."""
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        return any(each.f_code is _READS and each.f_locals.get("self") is self for each in frames)
+
     def __iter__(self) -> Iterator[Any]:
         # Do nothing before the first index is requested: torch calls `iter` twice with workers, once without.
         if self.goes_on:
@@ -59,8 +64,8 @@ class PendingIndices(StandIn):
                 indices = next(self._source)
             except StopIteration:
                 return
-            except Exception as error:
-                self.failed = error
-                raise
             self.pending.append(copy.copy(indices))  # some samplers reuse one list, and torch sends it later
             yield indices if self.send is None else self.send(self.pending[-1])
+
+
+_READS = PendingIndices.__iter__.__code__

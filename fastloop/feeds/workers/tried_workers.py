@@ -174,7 +174,7 @@ class TriedWorkers:
                     kill_workers(source, LOOK_S)
                 end_workers(source)  # now: the exception holds all frames, and with them the workers
                 is_theirs = isinstance(error, Stuck) or _was_sent(error)
-                if not (is_theirs and self._drawn.pending) or error is self._drawn.failed:
+                if not (is_theirs and self._drawn.pending) or self._drawn.has_raised(error):
                     raise
                 failed = str(error) if isinstance(error, Stuck) else quote(error, briefly=True)
             if failed is not None:
@@ -208,7 +208,7 @@ class TriedWorkers:
             return self._begin_on_ours(loader, begin)
         except Exception as error:
             let_through(error)
-            if not loader.num_workers or error is self._drawn.failed:
+            if not loader.num_workers or self._drawn.has_raised(error):
                 raise
             why = quote(error, briefly=True)
         kill_started(others, LOOK_S)
