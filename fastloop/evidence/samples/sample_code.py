@@ -40,7 +40,11 @@ def _is_installed_module(name: str, file: str | None) -> bool:
         return False
     if file is None or file.startswith(_STDLIB) or name.startswith("fastloop."):
         return True
-    return holds_packages(Path(file).parents[name.count(".") + (Path(file).name == "__init__.py")])
+    folders, depth = Path(file).parents, name.count(".") + (Path(file).name == "__init__.py")
+    if depth < len(folders) and holds_packages(folders[depth]):
+        return True
+    outer, dot, _ = name.partition(".")  # PyTorch Geometric writes some of its modules into the temporary folder
+    return bool(dot) and is_installed(sys.modules.get(outer))
 
 
 def is_framework(thing: Any) -> bool:

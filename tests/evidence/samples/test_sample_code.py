@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -146,3 +148,17 @@ def test_a_package_is_installed_wherever_its_folder_is(tmp_path: Path, monkeypat
 
     assert is_installed(by_target.Outer) and is_installed(by_target.inner.Inner)
     assert not is_installed(by_hand.Own)
+
+
+def test_a_module_that_a_package_writes_elsewhere_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch Geometric makes the code of its layers when they are first used."""
+
+    def add(name: str, file: str) -> Any:
+        made = ModuleType(name)
+        made.__file__, made.Layer = file, type("Layer", (), {"__module__": name})  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, made)
+        return made.Layer
+
+    for file in ("/layer.py", "/tmp/some/where/else/layer.py"):
+        assert is_installed(add("torch.nn.made.layer", file))
+        assert not is_installed(add("unknown.nn.made.layer", file)) and not is_installed(add("layer", file))
