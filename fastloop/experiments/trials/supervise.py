@@ -79,6 +79,7 @@ class Ended:
     cause: str | None
     """What went wrong, in one line; None if it ended by itself with exit code 0."""
     seconds: float
+    """From its start on; a wait for the imports that all trials share is not part of it."""
     last_step: int | None
     """The last step in its ``beat``; None if there is none."""
     started: str | None = None
@@ -112,7 +113,6 @@ def supervise(
     limits = limits or Limits()
     for path in (folder / STDOUT, folder / STDERR, *folder.glob(f"{BEAT}*")):
         path.unlink(missing_ok=True)
-    begun = time.monotonic()
     with (folder / STDOUT).open("wb") as out, (folder / STDERR).open("wb") as err:
         forked, how = preloaded.start(
             command,
@@ -123,6 +123,7 @@ def supervise(
             stderr=err.fileno(),
             say=progress or (lambda _: None),
         )
+        begun = time.monotonic()
         started = forked or reaper.start(command, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
         with _held(started, limits.grace_s) as (process, hold):
             why = _wait(hold, folder, limits, progress, _Work(process.pid, min(WORK_S, limits.silent_s / 4)))

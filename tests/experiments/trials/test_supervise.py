@@ -94,6 +94,14 @@ def test_a_command_that_ends_well_has_no_cause(tmp_path: Path) -> None:
     assert (tmp_path / "stdout.txt").read_text() == "said\n" and 0 < found.seconds < 100
 
 
+def test_the_wait_for_shared_imports_is_not_the_first_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A climb took 14 s of imports for the start of each training: it had time to prove `full`, and did not run it."""
+    monkeypatch.setattr(seam.preloaded, "start", lambda *_, **__: (None, time.sleep(2.0)))
+    began = time.monotonic()
+    found = ended("", tmp_path)
+    assert 0 < found.seconds <= time.monotonic() - began - 2.0
+
+
 def test_it_reads_from_the_descriptor_it_is_given_and_else_from_nothing(tmp_path: Path) -> None:
     echo = "import sys; print(sys.stdin.read())"
     ended(echo, tmp_path)
