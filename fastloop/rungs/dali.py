@@ -25,7 +25,7 @@ from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.images import RANDOM, ImageFacts
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Change, Verdict, say_count
-from fastloop.records.readings import read_loader
+from fastloop.records.readings import compute_validation_loading_pct, loads_little_for_validation, read_loader
 
 ENOUGH_CPUS = 8
 """With at least this many CPUs per GPU, the CPU decodes first on a GPU without JPEG decoders of its own."""
@@ -48,6 +48,16 @@ def _list_variants(state: ClimbState) -> Iterator[Variant]:
         yield Variant(changes="engine")
 
 
+def _advise_validation(seen: Measurement, on: bool) -> str | None:
+    """Suggest DALI for validation too if it loads the train set, and validation waits for its pictures."""
+    found, loading_pct = seen.evidence.get("dali") or {}, compute_validation_loading_pct(seen)
+    if not (on and found.get("images")) or "validation_images" in found:
+        return None
+    if loading_pct is None or loads_little_for_validation(seen):
+        return None
+    return "write rungs.dali.validation: true, and DALI loads the pictures for validation too"
+
+
 CARD = Card(
     family="feed",
     does="DALI decodes image files outside Python, and only the part of each that is used",
@@ -58,6 +68,7 @@ CARD = Card(
     batches_ready=lambda settings, _workers: 0 if settings is None else AHEAD,
     first_start_s=2.0,
     loads_elsewhere=True,
+    advice={"validation": _advise_validation},
     variables={QUEUES: str(MOST_QUEUES)},
 )
 

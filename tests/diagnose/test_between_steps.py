@@ -127,6 +127,19 @@ def test_faster_loading_is_no_remedy_for_validation_that_computes(loading_ms: fl
     assert ("waiting for its batches" not in finding.why) if share is None else (share in finding.why)
 
 
+@pytest.mark.parametrize(("images", "loading_ms", "says"), [(8, 16.0, True), (0, 16.0, False), (8, 2.0, False)])
+def test_pictures_of_validation_go_to_the_engine_that_decodes_those_of_training(
+    images: int, loading_ms: float, says: bool
+) -> None:
+    """A ViT under `full` spent half of its steps on validation's decoding, and no rung was to help."""
+    advice, loader = "rungs.dali.validation: true", {**NO_WORKERS, "validation_workers": 8}
+    for more in ({}, {"validation_images": 8}):
+        evidence = {"validation": {"loading_ms": loading_ms}, "dali": {"images": images, **more}}
+        for on in ("dali", "pin"):
+            (finding,) = findings(on_cpu(validation=20.0, loader=loader, evidence=evidence), (on,))
+            assert (advice in finding.why) is (says and on == "dali" and not more)
+
+
 def test_validation_that_an_engine_loads_needs_no_workers() -> None:
     (finding,) = findings(on_cpu(validation=20.0, loader={**NO_WORKERS, "validation_has_engine": True}))
     assert "validate less often" in finding.why and "workers" not in finding.why
