@@ -32,6 +32,25 @@ class _Span(NamedTuple):
     made: int
 
 
+class _Sums(NamedTuple):
+    """The same over several batches, of which `taken` were taken."""
+
+    took_s: float
+    waited_s: float
+    made: int
+    taken: int
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds for each batch that was made."""
+        return self.took_s / self.made
+
+    @property
+    def step_s(self) -> float:
+        """Seconds for each batch that was taken, without the wait for it."""
+        return (self.took_s - self.waited_s) / self.taken
+
+
 @dataclass
 class Pace:
     """How fast workers lately made batches: the last two of each worker, so that bursts of all workers do not count
@@ -52,20 +71,27 @@ class Pace:
         """The sums over `_spans`."""
         self._unsteady = max(self.ready, self.workers)
         """Batches still to come that do not count, because the workers began them at their start."""
+        self._round: list[_Span] | None = None if self.ready else []
+        """An epoch's first batches, up to the second one of the first worker; None if some may have been ready."""
         self._ready: int | None = None
 
     def begin_epoch(self, batches: int | None) -> None:
         """Leave out each worker's first batch if more follow: it could not make that while others were trained on."""
-        if batches is None or batches >= 2 * self.workers:
+        starts_anew = batches is None or batches >= 2 * self.workers
+        self._round = [] if starts_anew and not self.ready else None
+        if starts_anew:
             self._unsteady = max(self._unsteady, self.workers)
 
     def note(self, waited_s: float, took_s: float, ready: int | None = None) -> None:
         """Note a batch: the wait for it, the time since the previous one, and how many are ready after it."""
         before, self._ready = self._ready, ready
+        span = _Span(took_s, waited_s, 1 if before is None or ready is None else 1 + ready - before)
+        if self._round is not None and len(self._round) <= self.workers:
+            self._round.append(span)
         if self._unsteady:
             self._unsteady -= 1
             return
-        self._add(_Span(took_s, waited_s, 1 if before is None or ready is None else 1 + ready - before), 1)
+        self._add(span, 1)
         while len(self._spans) > self._least and self._took_s - self._spans[0].took_s >= LEAST_S:
             self._add(self._spans[0], -1)
 
@@ -83,26 +109,23 @@ class Pace:
     def _least(self) -> int:
         return max(LEAST_BATCHES, 2 * self.workers)
 
-    @property
-    def _is_known(self) -> bool:
-        """Whether enough batches were noted, or fewer, in whole rounds of the workers, that were waited for long."""
-        count = len(self._spans)
-        if self._made < 1:
-            return False
-        if count >= self._least:
-            return self._took_s >= LEAST_S
-        is_round = count >= LEAST_BATCHES / 2 and count % self.workers == 0
-        return is_round and self._waited_s >= LEAST_S + START_S * self.workers
+    def _read(self) -> _Sums | None:
+        """What tells the pace: enough batches, or fewer, in whole rounds of the workers, that were waited for long; or
+        the time that the first worker took for its second batch, if most of it was waited for. None if unknown."""
+        count, long_s = len(self._spans), LEAST_S + START_S * self.workers
+        is_round = count >= LEAST_BATCHES / 2 and count % self.workers == 0 and self._waited_s >= long_s
+        if self._made >= 1 and (is_round or (count >= self._least and self._took_s >= LEAST_S)):
+            return _Sums(self._took_s, self._waited_s, self._made, count)
+        if self._round is None or len(self._round) <= self.workers:
+            return None
+        took_s, waited_s = (sum(each) for each in list(zip(*self._round[1:], strict=True))[:2])
+        return _Sums(took_s, waited_s, self.workers, self.workers) if waited_s >= LEAST_S else None
 
     @property
     def batch_s(self) -> float | None:
         """Seconds for each batch that was made; None if unknown."""
-        return self._took_s / self._made if self._is_known else None
-
-    @property
-    def step_s(self) -> float:
-        """Seconds for each batch that was taken, without the wait for it."""
-        return (self._took_s - self._waited_s) / len(self._spans)
+        sums = self._read()
+        return None if sums is None else sums.batch_s
 
     def find_more(self, most: int, left: Left, *, loses: bool, stay: bool = False) -> tuple[int, bool] | None:
         """Return the number of workers that would keep up, at most `most`, and whether they should start now rather
@@ -112,14 +135,14 @@ class Pace:
             loses: whether batches that the old workers have begun must be made again.
             stay: whether workers stay between epochs: those that start now then also work for the next ones.
         """
-        batch_s = self.batch_s
-        if batch_s is None or self._waited_s < WORTH_WAITING * self._took_s:
+        if (sums := self._read()) is None or sums.waited_s < WORTH_WAITING * sums.took_s:
             return None
-        wanted = math.ceil(HEADROOM * self.workers * batch_s / max(self.step_s, 1e-3))
+        batch_s, step_s = sums.batch_s, sums.step_s
+        wanted = math.ceil(HEADROOM * self.workers * batch_s / max(step_s, 1e-3))
         workers = min(most, wanted)
         if workers <= self.workers:
             return None
-        saved_s = batch_s - max(self.step_s, batch_s * self.workers / workers)
+        saved_s = batch_s - max(step_s, batch_s * self.workers / workers)
         # If batches are made again, the first one takes the time that a worker needs for one: `self.workers * batch_s`.
         needed = 2 * (START_S * workers + self.workers * batch_s * loses) / saved_s
         in_epoch, in_run = (math.inf if count is None else count for count in left)

@@ -34,9 +34,10 @@ def pace(workers: int, waited_ms: float, took_ms: float, batches: int | None = N
         (pace(4, 130, 180), 15, Left(11, None), (15, False)),
         (pace(4, 43, 60, batches=11), 15, Left(1000, 1000), None),  # the first of each worker do not count
         (pace(4, 175, 190, batches=8), 15, Left(1000, 1000), (15, True)),  # unless a round was waited for long
-        (pace(4, 174, 190, batches=8), 15, Left(1000, 1000), None),
-        (pace(4, 650, 900, batches=7), 15, Left(1000, 1000), None),  # and a whole one
-        (pace(4, 650, 900, batches=9), 15, Left(1000, 1000), None),
+        (pace(4, 124, 140, batches=8), 15, Left(1000, 1000), None),
+        (pace(4, 650, 900, batches=4), 15, Left(1000, 1000), None),  # the first worker's second batch tells its time
+        (pace(4, 650, 900, batches=5), 15, Left(1000, 1000), (15, True)),
+        (pace(4, 124, 300, batches=5), 15, Left(1000, 1000), None),  # if it was waited for long
         (pace(1, 200, 200), 3, Left(1000, 1000), (3, True)),  # steps of no time at all
     ],
 )
@@ -65,12 +66,12 @@ def test_what_was_ready_before_it_was_asked_for_does_not_count() -> None:
         seen.note(waited_s, 0.1)
     assert seen.batch_s is None, "seven of eight"
     seen.note(0.1, 0.1)
-    assert seen.step_s == 0.0
+    assert seen._read() is not None and seen._read().step_s == 0.0
 
 
 def test_a_pace_forgets_what_is_long_ago() -> None:
     seen = pace(4, 130, 180)
-    assert seen.batch_s == pytest.approx(0.18) and seen.step_s == pytest.approx(0.05)
+    assert seen._read()[:2] == pytest.approx((0.18 * 8, 0.13 * 8)) and seen.batch_s == pytest.approx(0.18)
     for _ in range(10):
         seen.note(0.0, 0.05)
     assert seen.batch_s == pytest.approx(0.05) and seen.find_more(15, Left(), loses=False) is None
@@ -83,7 +84,7 @@ def test_a_pace_is_that_of_half_a_second(batches: int, is_known: bool) -> None:
     for _ in range(2 + batches):
         seen.note(0.004, 0.0101)
     assert (seen.batch_s is not None) is is_known
-    assert not is_known or (seen.batch_s, seen.step_s) == pytest.approx((0.0101, 0.0061))
+    assert not is_known or (seen.batch_s, seen._read().step_s) == pytest.approx((0.0101, 0.0061))
     assert len(seen._spans) <= 51
 
 
@@ -134,6 +135,30 @@ def test_batches_that_a_pause_of_the_training_left_ready_are_no_sign_of_a_pace(s
         seen.note(waited_s, took_s, ready if knows else None)
     assert seen.batch_s is not None and (seen.batch_s == pytest.approx(0.15, rel=0.2)) is (knows or not stalls)
     assert knows or not stalls or seen.batch_s < 0.1, "the control"
+
+
+@pytest.mark.parametrize(("first_step_s", "at"), [(0.03, 9), (0.4, 9), (3.0, 24)])
+def test_workers_that_are_far_too_few_are_known_after_one_round(first_step_s: float, at: int) -> None:
+    """Eight workers that take 1.2 s for a batch: the ninth comes 1.2 s after the first, unless the training took longer
+    for its first step, and sixteen were ready. A run of 120 batches knew it after sixteen."""
+    queue, seen = Queue(8, 1.2), Pace(8)
+    seen.begin_epoch(None)
+    known = []
+    for number in range(1, 25):
+        waited_s, took_s, ready = queue.take(first_step_s if number == 2 else 0.03)
+        seen.note(waited_s, took_s, ready)
+        known += [number] * (seen.batch_s is not None)
+        if known == [number]:
+            assert seen.batch_s == pytest.approx(0.15, rel=0.2)
+            assert seen.find_more(15, Left(100, 100), loses=False) == (15, True)
+    assert known[0] == at
+
+
+def test_a_round_of_workers_that_began_before_tells_nothing() -> None:
+    queue, seen = Queue(8, 1.2), Pace(8, ready=16)
+    for number in range(20):
+        seen.note(*queue.take(0.03))
+        assert seen.batch_s is None, number
 
 
 def test_a_queue_that_runs_dry_is_no_wait() -> None:
