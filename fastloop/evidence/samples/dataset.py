@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from fastloop.errors import let_through
 from fastloop.evidence.samples import sample_code
 
-_MOST_OBJECTS, _MOST_MEMBERS, _DEEPEST = 5000, 200, 7
+_MOST_OBJECTS, _MOST_MEMBERS, _MOST_ITEMS, _DEEPEST = 5000, 200, 50, 7
 _MANY_OBJECTS = 1_000_000
 _HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "tables", "zarr")
 SHARED = "is a connection or its client, and replies to several workers would get mixed up; open it in __getitem__"
@@ -123,9 +123,9 @@ def is_opaque(item: Any) -> bool:
 def list_members(item: Any) -> Iterator[tuple[str, Any]]:
     """Direct members with the step that leads to them. Only dicts: other mappings may load items on access."""
     if isinstance(item, dict):
-        yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_MEMBERS))
+        yield from ((f"[{key!r}]", value) for key, value in islice(item.items(), _MOST_ITEMS))
     elif isinstance(item, (list, tuple, set, frozenset)):
-        yield from ((f"[{place}]", value) for place, value in enumerate(islice(item, _MOST_MEMBERS)))
+        yield from ((f"[{place}]", value) for place, value in enumerate(islice(item, _MOST_ITEMS)))
     elif inspect.ismethod(item) or (inspect.isbuiltin(item) and not inspect.ismodule(item.__self__)):
         yield ".__self__", item.__self__
     elif isinstance(item, functools.partial):
