@@ -157,7 +157,7 @@ class Compile:
             return Verdict(took=False, why=f"fell back to eager: {evidence['failures'][0]}")
         count = evidence["graphs"]
         whose = f" for {evidence['modules']} modules" if evidence.get("modules", 1) > 1 else ""
-        why = [f"{count} graphs captured{whose}" if count else "0 graphs captured: nothing was compiled"]
+        why = [f"{say_count(count, 'graph')} captured{whose}{'' if count else ': nothing was compiled'}"]
         if not count and evidence.get("forced_eager"):
             why.append('torch.compiler.set_stance("force_eager") was on')
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]

@@ -205,7 +205,7 @@ def test_equal_blocks_are_compiled_once(backend: list[str]) -> None:
     assert len(backend) == 1 and backend[0].count("torch.tanh") == 1, "the graph of one block"
     assert evidence(watcher, "compile")["modules"] == 8 and evidence(watcher, "compile")["eager_calls"] == 0
     assert verdict(watcher, "compile").took is True
-    assert verdict(watcher, "compile").why == "1 graphs captured for 8 modules"
+    assert verdict(watcher, "compile").why == "1 graph captured for 8 modules"
     fit(None, plain)
     fit(None, wrong)
     assert models.distance(models.weights(plain), models.weights(ours)) < 1e-6
@@ -334,11 +334,12 @@ def test_takes(kind: Any, backend: list[str]) -> None:
     assert evidence(watcher, "compile")["graphs"] == len(backend)
     assert not evidence(watcher, "compile")["limit_hit"]
     assert verdict(watcher, "compile").took is True
-    assert verdict(watcher, "compile").why.startswith(f"{len(backend)} graphs captured")
+    plural = "" if len(backend) == 1 else "s"
+    assert verdict(watcher, "compile").why.startswith(f"{len(backend)} graph{plural} captured")
 
 
 def test_the_short_last_batch_of_an_epoch_gets_no_graph(backend: list[str]) -> None:
-    why = "1 graphs captured; 2 of 22 calls ran eagerly: no graph fit them"
+    why = "1 graph captured; 2 of 22 calls ran eagerly: no graph fit them"
     pairs = torch.utils.data.TensorDataset(torch.randn(42, 8), torch.randn(42, 1))  # ten batches of 4, one of 2
     train = torch.utils.data.DataLoader(pairs, batch_size=4)
     watcher, _ = fit(COMPILE, seeded(), train, max_epochs=2)
@@ -594,7 +595,7 @@ def test_the_second_batchs_sizes_are_known_to_the_first_graph(backend: list[str]
     sizes = [6, 5, *range(7, 20)]
     watcher = rehearsed(seeded(Own), of_sizes(sizes))
     assert len(backend) == 1 and evidence(watcher, "compile")["eager_calls"] == 0
-    assert verdict(watcher, "compile").why == "1 graphs captured"
+    assert verdict(watcher, "compile").why == "1 graph captured"
 
 
 def test_what_fails_while_it_is_tried_is_told_to_whoever_tries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,7 @@ def test_beside_the_other_rungs(ranks: Ranks) -> None:
         assert notes["everything"]["error"] is None
         took = {rung: took for rung, (took, _) in notes["everything"]["verdicts"].items()}
         assert took == {"amp": True, "layout": False, "fused": True, "compile": True, "overlap": True}
-        assert notes["compiled"]["verdicts"]["compile"] == [True, "1 graphs captured"]
+        assert notes["compiled"]["verdicts"]["compile"] == [True, "1 graph captured"]
     assert ranks.distance("plain", "compiled") < 1e-6 < ranks.distance("plain", "everything") < 0.05
 
 

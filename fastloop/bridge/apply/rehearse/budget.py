@@ -16,7 +16,7 @@ from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch.session import count_planned_steps
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.rehearsal import RungOutcome
-from fastloop.records.plan import Step
+from fastloop.records.plan import Step, say_count
 
 LEAST_LIMIT_S, LIMIT_S = 10.0, 60.0
 COSTLY_LIMIT_S = 600.0
@@ -189,7 +189,7 @@ class TrialBudget:
         if known is not None:
             return f"it already failed on {known.date}: {known.why}; to try it again, delete {self.memory.path}"
         if is_costly(step) and captured:
-            return f"your own code already compiles parts of the step: {captured} graphs in the first one"
+            return f"your own code already compiles parts of the step: {say_count(captured, 'graph')} in the first one"
         if not self.terms.weighs_costs or step.change.rehearse != "modules":
             return None
         if self._must_pay_back(step):
