@@ -136,6 +136,8 @@ class Injected(Callback):
 
     @fail_open
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._is_of_another(trainer):
+            return
         if self.orders.disposable:
             no_checkpoints.keep_back(trainer, partial(self._note_held_back, trainer))
         if stage != "fit":  # the fit's rungs also apply to its evaluation, as with a FastLoop in the script
@@ -158,6 +160,8 @@ class Injected(Callback):
 
     @fail_open
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._is_of_another(trainer):
+            return
         self._began = True
         if (most := self.orders.max_steps) is not None:
             # Not earlier: by now optimizers and schedules are made for the steps of the real training, and a checkpoint
@@ -184,7 +188,7 @@ class Injected(Callback):
 
     @fail_open
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage != "fit" or not trainer.is_global_zero:
+        if stage != "fit" or not trainer.is_global_zero or self._is_of_another(trainer):
             return
         if self._began:
             files = _list_imports(self.orders.not_from)
@@ -197,7 +201,7 @@ class Injected(Callback):
 
     @fail_open
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and not self._is_of_another(trainer):
             self.note(
                 "exception",
                 rank=trainer.global_rank,
@@ -221,6 +225,12 @@ class Injected(Callback):
         """Give up after an error in our own code, so that it does not end the user's training."""
         self.note("gave_up", why=why)
         rank_zero_warn(f"fastloop is disabled for this run: {why}")
+
+    def _is_of_another(self, trainer: Any) -> bool:
+        """Whether this was made for an earlier Trainer: Lightning adds it to the script's own list of callbacks, and a
+        later Trainer that is given the same list has both. Source: ``on_trainer_init`` in
+        trainer/connectors/callback_connector.py."""
+        return [each for each in trainer.callbacks if isinstance(each, Injected)][-1:] != [self]
 
     def _note_held_back(self, trainer: Any) -> None:
         if trainer.is_global_zero and not self._unsaved:

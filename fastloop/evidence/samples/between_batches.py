@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from fastloop.evidence.samples import sample_code
@@ -62,9 +63,17 @@ def list_holders(
             found[f"{path} is held by {holder}"] = None
     for other in others:
         for hook, function in list_running(other, while_loading):
-            if (named := next(filter(BY_DATA.fullmatch, _list_names(other, function)), None)) is not None:
+            names = (each for each in _list_names(other, function) if not _is_part(other, each))
+            if (named := next(filter(BY_DATA.fullmatch, names), None)) is not None:
                 found[f"{type(other).__name__}.{hook} names {named}"] = None
     return tuple(found)
+
+
+def _is_part(other: Any, name: str) -> bool:
+    """Whether this names a layer of the model, such as ``up_sampler``, or one that is left out."""
+    held = getattr(other, "__dict__", {})
+    parts = {**held, **(held.get("_modules") or {})}
+    return name in parts and (parts[name] is None or isinstance(parts[name], torch.nn.Module))
 
 
 def _list_names(other: Any, function: Any) -> Iterator[str]:

@@ -16,8 +16,9 @@ from fastloop.evidence.samples.dataset import list_running, read_attributes, wal
 from fastloop.evidence.samples.writes import name_called
 
 DRAWS = re.compile(
-    r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|\w+variate|permut(ed|ation)"
+    r"random|rand(n|int|range|perm|bytes)?|randn?_like|getrandbits|shuffle|choices?|r?sample|rvs|permut(ed|ation)"
     r"|uniform|normal|gauss|bernoulli|multinomial|default_rng|RandomState|dropout"
+    r"|(beta|binomial|expo|gamma|lognorm|normal|pareto|vonmises|weibull)variate"
     r"|(exponential|cauchy|geometric|random|uniform|bernoulli|(log_|trunc_)?normal)_"
     r"|initial_seed"
 )

@@ -291,7 +291,7 @@ def list_chains_written(function: Any, *, calls: bool = True) -> Iterator[list[s
         return
     local = dict(writes.list_local_chains(parsed[0]))
     for node in ast.walk(parsed[0]):
-        targets = list(writes.list_targets(node))
+        targets = [each for each in writes.list_targets(node) if not writes.is_rebound(node, each)]
         if calls and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             targets.append(node.value.func)
         for target in targets:

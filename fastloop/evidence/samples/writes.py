@@ -105,6 +105,12 @@ def list_targets(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]:
             yield target.value if isinstance(target, ast.Starred) else target
 
 
+def is_rebound(node: ast.AST, target: ast.AST) -> bool:
+    """Whether this target of a statement is only a name, which then stands for something else: what it stood for is not
+    changed. A call or ``+=`` changes that itself."""
+    return isinstance(target, ast.Name) and not isinstance(node, (ast.Call, ast.AugAssign))
+
+
 def list_advanced(node: ast.AST, me: str | None) -> Iterator[ast.AST]:
     """The targets that a statement or call increments, collects into or advances, rather than sets."""
     if isinstance(node, ast.AugAssign):

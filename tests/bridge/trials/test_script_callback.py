@@ -173,6 +173,34 @@ def test_a_later_fit_of_the_users_run_has_the_rungs_too(orders: Orders, disposab
     assert not list((orders.place / "logs").rglob("measurement.json"))
 
 
+@pytest.mark.parametrize("disposable", [False, True], ids=["the user's run", "a trial"])
+def test_trainers_that_share_a_list_of_callbacks(orders: Orders, disposable: bool) -> None:
+    """Lightning adds to the script's own list, so a later Trainer also has the callbacks made for those before it."""
+    orders(config={"rungs": {"fused": {"enabled": True}}}, disposable=disposable)
+    shared: list[Any] = []
+    fused = []
+
+    class Fold(models.Regression):
+        def on_train_end(self) -> None:
+            fused.append(self.trainer.optimizers[0].param_groups[0].get("fused"))
+
+    folds = []
+    for _ in range(3):
+        shared += add_callbacks()
+        folds.append(models.trainer(max_steps=5, callbacks=list(shared)))
+        folds[-1].fit(Fold(), models.loader())
+        folds[-1].validate(models.Regression(), models.loader(8), verbose=False)
+    folds[0].fit_loop.max_epochs = folds[0].fit_loop.epoch_loop.max_steps = 10
+    folds[0].fit(Fold(), models.loader())
+    rungs = [] if disposable else ["FastLoop"]
+    assert [kinds(fold) for fold in folds] == [["Injected"] * place + ["Injected", *rungs] for place in range(3)]
+    assert fused == [True, *[None if disposable else True] * 3]
+    began = [event for event in orders.events() if event["event"] == "fit_began"]
+    assert [event["measured"] for event in began] == [True, False, False, False]
+    assert [event["only_rungs"] for event in began[1:]] == [not disposable] * 3
+    assert orders.names().count("fit") == orders.names().count("fit_ended") == 4 and "yielded" not in orders.names()
+
+
 def test_what_is_only_evaluated_is_left_alone(orders: Orders) -> None:
     orders()
     evaluates = trainer()

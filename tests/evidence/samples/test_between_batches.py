@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import torch
 from torch.utils.data import Dataset
 
 from fastloop.evidence.samples.between_epochs import list_changes_between_epochs
@@ -52,6 +53,17 @@ class Makes(L.LightningModule):
         return batch
 
 
+class Resamples(L.LightningModule):
+    """Has a layer with a name of data, or leaves it out."""
+
+    def __init__(self, up_sampler: Any) -> None:
+        super().__init__()
+        self.up_sampler = up_sampler
+
+    def forward(self, x: Any) -> Any:
+        return x if self.up_sampler is None else self.up_sampler(x)
+
+
 class Sharpens(Feeds):
     def on_train_epoch_end(self, *args: Any) -> None:
         self.held.level += 1
@@ -65,6 +77,8 @@ def test_what_changes_nothing_between_epochs() -> None:
         == ()
     )
     assert list_changes_between_epochs(DATA, [module]) == ()
+    for layer in (torch.nn.Linear(2, 2), None):
+        assert list_changes_between_epochs(Levels(), [Resamples(layer)]) == ()
 
 
 def test_what_may_change_a_dataset_between_epochs_is_named() -> None:
@@ -73,3 +87,5 @@ def test_what_may_change_a_dataset_between_epochs_is_named() -> None:
     assert list_changes_between_epochs(dataset, [Reaches()]) == ("Reaches.on_train_epoch_start names train_dataloader",)
     assert list_changes_between_epochs(dataset, [Sharpens(dataset)]) == ("dataset is held by Sharpens (held)",)
     assert list_changes_between_epochs(dataset, [Keeps(dataset)]) == ()
+    drawing = Resamples([0, 1])
+    assert list_changes_between_epochs(dataset, [drawing]) == ("Resamples.forward names up_sampler",)

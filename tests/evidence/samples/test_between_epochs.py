@@ -375,6 +375,54 @@ class Looks(L.LightningModule):
         return words
 
 
+class LooksByName(L.LightningModule):
+    """Gives names to the data and its parts, also several one after the other."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+
+    def training_step(self, *args: Any) -> Any:
+        data = self.data
+        for rows in self.data.rows:
+            args = rows
+        rows = self.trainer.train_dataloader.dataset
+        with args[0] as rows:
+            return data.level, rows
+
+    def on_train_batch_end(self, *args: Any) -> Any:
+        data = self.trainer.datamodule.train
+        data = data.level
+        return data
+
+
+class AddsByName(L.LightningModule):
+    """Changes the data itself, by another name."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+
+    def training_step(self, *args: Any) -> None:
+        rows = self.data.rows
+        rows += [1]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        rows = self.data.rows
+        rows.append(1)
+
+
+def test_a_name_for_the_data_is_no_change_of_it() -> None:
+    buffer = Buffer()
+    assert list_changes_during_epochs(buffer, [LooksByName(buffer)]) == ()
+    assert list_changes_during_epochs(buffer, [AddsByName(buffer)]) == (
+        "dataset is changed by AddsByName.training_step",
+        "dataset.rows is changed by AddsByName.training_step",
+        "dataset is changed by AddsByName.on_train_batch_end",
+        "dataset.rows is changed by AddsByName.on_train_batch_end",
+    )
+
+
 def test_what_training_changes_by_way_of_its_trainer() -> None:
     assert list_changes_during_epochs(Plain(), [Reaches()]) == (
         "datamodule is changed by Reaches.training_step",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from fastloop.evidence.samples.random_draws import draws_random
+from fastloop.evidence.samples.random_draws import DRAWS, draws_random
 from tests.evidence.samples.test_dataset import Items
 
 
@@ -66,6 +66,20 @@ def twice_removed(index: Any) -> Any:
     return jitter(index)
 
 
+class Series(Items):
+    """Words of statistics: a univariate series has one column."""
+
+    def __getitem__(self, index: int) -> int:
+        return index if self.is_univariate else -index
+
+    @property
+    def is_univariate(self) -> bool:
+        return not self.is_multivariate()
+
+    def is_multivariate(self) -> bool:
+        return False
+
+
 class ShuffledOnce(Items):
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +90,12 @@ def test_random_draws_are_found_behind_super_and_helper_functions() -> None:
     assert draws_random(Child()) == ("Child.__getitem__",)
     assert draws_random(Deep()) == ("Deep.__getitem__",)
     assert draws_random(ShuffledOnce()) == ()  # drawn before any sample, in the main process either way
+
+
+def test_a_univariate_series_is_no_draw() -> None:
+    assert draws_random(Series()) == ()
+    variates = [name for name in dir(random) if name.endswith("variate")]
+    assert len(variates) > 6 and all(map(DRAWS.fullmatch, variates)), "what Python draws"
 
 
 TABLES = """

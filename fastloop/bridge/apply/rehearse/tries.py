@@ -132,6 +132,10 @@ class RungTrials:
             why = f"the rehearsal failed: {describe(error)}"
             self._warn(f"the rehearsed rungs are off: {why}")
             outcomes = self._drop(rehearsal.steps, why, is_lasting=True)
+        except BaseException:  # an interrupt: no step has run with any of them, and a report follows
+            for step in rehearsal.steps:
+                self._handle.unapply(step)
+            raise
         kept = {outcome.rung for outcome in outcomes if outcome.fault is None}
         for rung, began, seconds in rehearsal.first_calls:
             if rung in kept:

@@ -178,7 +178,7 @@ class Breaks(torch.autograd.Function):
         raise AssertionError("expected stride 4, got 8")
 
 
-def _raise(error: Exception) -> Forward:
+def _raise(error: BaseException) -> Forward:
     def forward(original: Callable[..., Any]) -> Callable[..., Any]:
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise error
@@ -935,6 +935,23 @@ def test_ranks_that_time_an_optimizer_differently_keep_the_same_one(monkeypatch:
 def test_training_may_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda old: old)
     loop, _, _ = fit(config("amp"), steps=1)
+    assert read(loop) == (False, "training ended before it could be tried on the calls of the first step")
+
+
+def test_an_interrupt_in_it_leaves_no_rung_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is of the step before it, and a checkpoint that is written now is as well."""
+    plant(monkeypatch, _raise(KeyboardInterrupt()), kind=Layout)
+    loop, seen = FastLoop(config("amp", "layout"), quiet=True), []
+
+    class Saves(L.Callback):
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            seen.append(trainer.precision)
+
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    run = L.Trainer(max_steps=5, accelerator="cpu", callbacks=[Saves(), loop], enable_model_summary=False, **quiet)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):  # Lightning 2.5 and later exit
+        run.fit(Module(), data())
+    assert loop.measurement is not None and loop.measurement.precision == "32-true" and seen == ["32-true"]
     assert read(loop) == (False, "training ended before it could be tried on the calls of the first step")
 
 
