@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fastloop.numbers import format_flop_rate, format_number, format_s, format_short
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict, say_count
 from fastloop.records.readings import read_ranks
 from fastloop.records.yaml_text import dump_on_one_line
-from fastloop.report.numbers import format_flop_rate, format_number, format_s, format_short
 from fastloop.report.run import caveats
 
 FREE = {
