@@ -275,7 +275,7 @@ def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
             when = "would not pay back" if less_ms <= 0 else "pay-back time unknown"
         else:
             when = f"would pay back after about {format_short(_round(after))} steps"
-        has = "" if seen.total_steps is None else f"; this run has {seen.total_steps:,d}"
+        has = "" if seen.total_steps is None else f"; this run has {seen.total_steps:,d}{' steps' * (after is None)}"
         found.append(f"{took} {change} on the rehearsed batch (no verdict): {when}{has}")
     return found
 

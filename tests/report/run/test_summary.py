@@ -457,19 +457,22 @@ def test_one_time_costs_are_one_line() -> None:
             28.0,
             None,
             ONCE,
-            "compile took 41 s; 12 ms less on the rehearsed batch (no verdict): pay-back time unknown; this run has 60",
+            "compile took 41 s; 12 ms less on the rehearsed batch (no verdict): pay-back time unknown; this run has"
+            " 60 steps",
         ),
         (
             42.5,
             None,
             ONCE,
-            "compile took 41 s; 2.5 ms more on the rehearsed batch (no verdict): would not pay back; this run has 60",
+            "compile took 41 s; 2.5 ms more on the rehearsed batch (no verdict): would not pay back; this run has 60"
+            " steps",
         ),
         (
             40.0,
             None,
             ONCE,
-            "compile took 41 s; no change on the rehearsed batch (no verdict): would not pay back; this run has 60",
+            "compile took 41 s; no change on the rehearsed batch (no verdict): would not pay back; this run has 60"
+            " steps",
         ),
         (
             28.0,
