@@ -25,11 +25,11 @@ from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import claim
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget, run_trial
+from fastloop.numbers import format_short
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, DISTURBED
 from fastloop.records.plan import say_duration
 from fastloop.records.trial import Trial, Variation
-from fastloop.report.numbers import format_short
 
 NAME = "headspace.json"
 FIRST, LAST = "baseline", "baseline-again"

@@ -16,10 +16,10 @@ from fastloop.config.loading import load
 from fastloop.errors import FastLoopError
 from fastloop.experiments.trials.failures import Failed, explained, is_first_rank
 from fastloop.experiments.trials.run_directories import ClaimedDirectory, claim, name_unclaimed
+from fastloop.numbers import format_number
 from fastloop.records import store
 from fastloop.records.plan import Plan
 from fastloop.records.run_files import PlanFile, RunRecord, load_run
-from fastloop.report.numbers import format_number
 from fastloop.report.run import summary
 
 

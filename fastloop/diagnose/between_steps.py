@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, Attribution, find_garbage
 from fastloop.diagnose.finding import weigh
 from fastloop.diagnose.remedies import Rungs
+from fastloop.numbers import format_short
 from fastloop.records import measurement
 from fastloop.records.measurement import GAPS
 from fastloop.records.plan import Finding, say_count
@@ -66,7 +67,7 @@ def find_epoch_gap(step: Attribution, rungs: Rungs) -> Finding | None:
     took_s = to_number(found.get("worker_restart_s"))
     if took_s is not None and (reloads or restarts_workers(step.measured)):
         often = say_count(found.get("worker_restarts") or 1, "time")
-        beside = f"; workers were restarted {often}, {took_s:.2g} s each until their first batch"
+        beside = f"; workers were restarted {often}, {format_short(took_s, 's', digits=2)} each until their first batch"
     gap_pct = step.to_pct(step.parts_ms.get("epoch_gap", 0.0))
     if (line := name_hot_line(step.measured, gap_pct, *AROUND_EPOCHS)) is not None:
         beside = f", most of it at {line}{beside}"

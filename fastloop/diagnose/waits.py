@@ -95,6 +95,9 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
     """
     found = read_loader(seen)
     count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), count_possible_workers(seen)
+    without: Mapping[str, str | None] = found.get("without_workers") or {}
+    if found.get("has_engine") and without:  # other loaders of the same training
+        return _advise_each(without, is_tried=number is not None)
     if found.get("has_engine"):
         used = [to_number(each.get("threads")) or 0 for each in seen.evidence.values() if isinstance(each, Mapping)]
         has_all = max(used) >= (cpus or math.inf)
@@ -105,7 +108,6 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         return "this loader is not a DataLoader; prepare its batches ahead of time"
     if any(isinstance(each, Mapping) and each.get("loss_ms") for each in seen.evidence.values()):
         return "make samples and batches cheaper: taking batches from workers costs more than making them"
-    without: Mapping[str, str | None] = found.get("without_workers") or {}
     if count == 0 and not found.get("map_style") and not without:
         return "an iterable dataset must be sharded in your code before it can have workers"
     if count == 0 and not is_worth_handing_over(seen):

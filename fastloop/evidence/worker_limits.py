@@ -182,7 +182,7 @@ def find_obstacle(loader: LoaderFacts, facts: Facts, start_method: str, *, repla
     """
     method = loader.start_method if start_method == "auto" else start_method
     if not loader.is_dataloader:
-        return f"{loader.kind} is not a DataLoader: it has no workers to set"
+        return f"{loader.kind} is not a DataLoader: its workers, if any, cannot be set"
     if loader.engine is not None:
         return f"{loader.engine} loads the samples, without worker processes"
     if loader.num_workers and not replaces:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from fastloop.judge.parity import TAU
+from fastloop.numbers import format_short
 from fastloop.records.plan import Rehearsed
 
 NO_GATE = 0.1
@@ -160,8 +161,8 @@ def explain_no_pay_back(cost_s: float, step_ms: float, steps_left: int | None) -
     after = math.ceil(1e3 * cost_s / saved_ms) if saved_ms else None
     when = "never" if after is None else f"after {after:,} steps"
     return (
-        f"it takes about {cost_s:.0f} s once; if it saved a third of the {step_ms:.3g} ms of each step, it would pay"
-        f" back {when}, but this run has only {steps_left:,} left"
+        f"it takes about {cost_s:.0f} s once; if it saved a third of the {format_short(step_ms, 'ms')} of each step, it"
+        f" would pay back {when}, but this run has only {steps_left:,} left"
     )
 
 
@@ -170,11 +171,12 @@ def explain_no_time(spent_s: float, needed_s: float, allowed_s: float, kept_s: f
     step; None if there is."""
     if spent_s + needed_s + kept_s <= allowed_s:
         return None
-    gone = [f"{spent_s:.2g} s are spent"] if spent_s else []
-    gone += [f"{kept_s:.2g} s are reserved for recording a step"] if kept_s else []
+    gone = [f"{format_short(spent_s, 's', digits=2)} are spent"] if spent_s else []
+    gone += [f"{format_short(kept_s, 's', digits=2)} are reserved for recording a step"] if kept_s else []
     of = f", of which {' and '.join(gone)}" if gone else ""
-    limit = f"{allowed_s:.2g} s, {100 * REHEARSAL_SHARE:g} % of the remaining run{of}"
-    return f"this run is too short to try it: that takes about {needed_s:.2g} s, and the limit is {limit}"
+    limit = f"{format_short(allowed_s, 's', digits=2)}, {100 * REHEARSAL_SHARE:g} % of the remaining run{of}"
+    needed = format_short(needed_s, "s", digits=2)
+    return f"this run is too short to try it: that takes about {needed}, and the limit is {limit}"
 
 
 def count_pay_back_steps(cost_s: float, saved_ms: float) -> float | None:
@@ -211,7 +213,8 @@ def explain_no_room(more_bytes: int, free_bytes: int) -> str | None:
 
 
 def _explain_slower(with_ms: float | None, without_ms: float | None) -> str:
-    return f"slower on the calls of the first step: {with_ms:.3g} ms, {without_ms:.3g} ms without it"
+    times = f"{format_short(with_ms, 'ms')}, {format_short(without_ms, 'ms')} without it"
+    return f"slower on the calls of the first step: {times}"
 
 
 @dataclass(frozen=True, kw_only=True)

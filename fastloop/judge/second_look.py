@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastloop.numbers import format_short
 from fastloop.records.plan import Rehearsed
 
 FEWEST = 5
@@ -48,10 +49,9 @@ class TimedComparison:
         return self.low_ms > max(MARGIN * self.without_ms, MARGIN_MS)
 
     def __str__(self) -> str:
-        return (
-            f"forward and backward take {self.with_ms:.3g} ms with it, {self.without_ms:.3g} ms without it"
-            f" ({self.n} batches each, slower by {self.low_ms:.3g} to {self.high_ms:.3g} ms, 95 %)"
-        )
+        times = f"{format_short(self.with_ms, 'ms')} with it, {format_short(self.without_ms, 'ms')} without it"
+        slower = f"slower by {format_short(self.low_ms)} to {format_short(self.high_ms, 'ms')}, 95 %"
+        return f"forward and backward take {times} ({self.n} batches each, {slower})"
 
 
 def is_suspicious(seen: Sequence[Timed], promised: Rehearsed, first_size: int, steps_left: int | None = None) -> bool:

@@ -160,6 +160,13 @@ def only(
             "no rung helps with this: the rung that loads these batches does not keep up; give it more threads, or make"
             " samples cheaper",
         ),
+        (
+            {**MAP, "map_style": False, "has_engine": True, "without_workers": {"'b' (Stream)": "it is a stream"}},
+            ("cache",),
+            None,
+            "no further rung helps with this: your loader 'b' (Stream) has no workers: it is a stream; make samples and"
+            " batches cheaper",
+        ),
         (None, (), None, "no rung helps with this: this loader is not a DataLoader; prepare its batches ahead of time"),
     ],
 )

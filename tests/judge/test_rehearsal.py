@@ -15,6 +15,7 @@ from fastloop.judge.rehearsal import (
     explain_far_slower,
     explain_no_pay_back,
     explain_no_room,
+    explain_no_time,
     find_fault,
     is_close,
     is_slower,
@@ -140,6 +141,14 @@ def test_pay_back_before_the_cost(cost_s: float, step_ms: float, left: int | Non
             "it takes about 9 s once; if it saved a third of the 90 ms of each step, it would pay back after 300"
             " steps, but this run has only 299 left"
         )
+
+
+def test_long_times_are_said_without_an_exponent() -> None:
+    """Steps on a CPU and trials of large models take thousands of milliseconds."""
+    assert "a third of the 1,400 ms of each step" in str(explain_no_pay_back(44, 1400.0, 59))
+    assert str(explain_no_time(0.0, 123.4, 99.7)).endswith(
+        "that takes about 123 s, and the limit is 100 s, 5 % of the remaining run"
+    )
 
 
 def test_pay_back_after_it() -> None:

@@ -127,7 +127,7 @@ def test_plan(settings: dict[str, Any], given: Facts, expected: dict[str, Any], 
 @pytest.mark.parametrize(
     ("settings", "loader", "reason"),
     [
-        ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: it has no workers to set"),
+        ({}, {"is_dataloader": False, "kind": "list"}, "list is not a DataLoader: its workers, if any, cannot be set"),
         ({}, {"num_workers": 3}, "the loader already has 3 workers; your setting stands"),
         ({"count": 3}, {"num_workers": 3}, "the loader already has 3 workers; your setting stands"),
         (

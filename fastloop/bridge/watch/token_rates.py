@@ -50,5 +50,6 @@ def _find_token_ids(batch: Any) -> torch.Tensor | None:
         found = batch["input_ids"]
         return found if found.ndim == 2 else None
     first = next(iterate_tensors(batch), None)
-    long = first is not None and first.ndim == 2 and first.dtype in (torch.int64, torch.int32, torch.int16)
-    return first if long else None
+    if first is None or first.ndim != 2 or first.dtype not in (torch.int64, torch.int32, torch.int16):
+        return None
+    return first if first.shape[1] != 1 else None  # one integer per sample is a label or a category

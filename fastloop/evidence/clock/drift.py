@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastloop.numbers import format_short
+
 EVERY_S = 15 * 60.0
 RECHECK_S = 60.0
 """Delay from a slow check to the next: short, so that a warning still helps, but long enough for a hiccup to pass."""
@@ -100,9 +102,10 @@ class Drift:
             self._entries = [each for index, each in kept if index % 2 == 0 or each is self._warned_of]
         if not proven or warned:
             return None
+        now_ms, first_ms = (format_short(each.step_ms, "ms", digits=4) for each in (seen, before))
         return (
-            f"the step has become {change_pct:.0f} % slower than at the start: {seen.step_ms:.4g} ms instead of "
-            f"{before.step_ms:.4g} ms, {(now_s - self._began_s) / 60:.0f} minutes later: {why}"
+            f"the step has become {change_pct:.0f} % slower than at the start: {now_ms} instead of {first_ms}, "
+            f"{(now_s - self._began_s) / 60:.0f} minutes later: {why}"
         )
 
 
@@ -129,7 +132,7 @@ def explain_change(before: StepCheck, seen: StepCheck) -> str:
     if before.data_wait_ms is not None and seen.data_wait_ms is not None:
         more_ms = seen.data_wait_ms - before.data_wait_ms
         if more_ms > 0 and more_ms >= _SHARE_OF_SLOWDOWN * (seen.step_ms - before.step_ms):
-            found.append(f"waiting for data is up by {more_ms:.3g} ms")
+            found.append(f"waiting for data is up by {format_short(more_ms, 'ms')}")
     if before.foreign_processes is not None and seen.foreign_processes is not None:
         came = sorted(set(map(str, seen.foreign_processes)) - set(map(str, before.foreign_processes)))
         found += [f"new processes on the GPU: {', '.join(came)}"] if came else []

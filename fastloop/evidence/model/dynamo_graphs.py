@@ -111,6 +111,7 @@ def _shorten_break(reason: str) -> str:
 
 
 def shorten_reason(reason: str) -> str:
-    """The guard that failed, without Dynamo's frame and compilation numbers."""
+    """The guard that failed, without Dynamo's frame and compilation numbers and without its hints."""
     lines = [line.strip(" -") for line in reason.strip().splitlines() if line.strip(" -")]
-    return re.sub(r"^\d+/\d+: ", "", lines[-1] if lines else reason)[:160]
+    failed = re.sub(r"^\d+/\d+: ", "", lines[-1] if lines else reason)
+    return failed.partition(". Guard failed on ")[0][:160]

@@ -25,6 +25,7 @@ from fastloop.experiments.trials.trial import Variation
 from fastloop.judge.prediction import ABOVE, WORTH_PCT
 from fastloop.judge.statistics import Pool
 from fastloop.ladder import collect_cards
+from fastloop.numbers import format_short
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, ClimbFile, Costs
 from fastloop.records.measurement import CEILINGS
@@ -255,7 +256,8 @@ class Measured:
         self.notes.pop(key, None)
         if self.start.on_cuda and rest_ms and copies_ms is not None and copies_ms < COPIES_SHOW * rest_ms:
             self.costs = self.costs.but(resident_ms=rest_ms)
-            self.notes[key] = f"same as replayed: copies take {copies_ms:.2g} ms of {rest_ms:.3g} ms"
+            copies, rest = format_short(copies_ms, "ms", digits=2), format_short(rest_ms, "ms")
+            self.notes[key] = f"same as replayed: copies take {copies} of {rest}"
             if not self.stack:
                 self.ceilings["resident"] = self.ceilings["replayed"]
         elif (result := self._measure_without("resident")) is not None:

@@ -26,6 +26,7 @@ import psutil
 from fastloop.experiments.trials import preloaded, reaper
 from fastloop.experiments.trials.preloaded import Leash
 from fastloop.experiments.trials.stack_traces import ask, split
+from fastloop.numbers import format_short
 
 STDOUT, STDERR, BEAT = "stdout.txt", "stderr.txt", "beat"
 LOOK_S = 0.5
@@ -210,7 +211,8 @@ class _Pace:
         self._begun = step, now
         if len(self._times_s) < PACE_TIMES or min(self._times_s) <= self._slowest_s:
             return None
-        return f"{TOO_SLOW} {min(self._times_s):.2g} s, more than {self._slowest_s:.2g} s"
+        fastest, limit = (format_short(each, "s", digits=2) for each in (min(self._times_s), self._slowest_s))
+        return f"{TOO_SLOW} {fastest}, more than {limit}"
 
 
 def _wait(

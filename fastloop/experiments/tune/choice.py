@@ -8,9 +8,9 @@ from typing import Any
 
 from fastloop.experiments.trials.failures import FREE_MEMORY
 from fastloop.ladder import collect_cards
+from fastloop.numbers import format_short
 from fastloop.records.card import SearchSpace, Tunable
 from fastloop.records.tuning import Point
-from fastloop.report.numbers import format_short
 
 WORSE = 0.03
 """Two consecutive values that are slower than the best by more than this share end a search."""

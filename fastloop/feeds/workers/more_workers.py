@@ -25,6 +25,7 @@ from fastloop.feeds.workers.ending import end_workers, kill_started
 from fastloop.feeds.workers.pace import Left, Pace
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import LOOK_S
+from fastloop.numbers import format_short
 
 LEAST_GAIN = 1.05
 
@@ -220,7 +221,7 @@ class MoreWorkers:
         """Report whether more workers make batches come faster; return the old number of workers if not, else None."""
         if self.is_faster is not None or (now_s := pace.batch_s) is None or (was_s := before.batch_s) is None:
             return None
-        figures = f"a batch every {1e3 * now_s:.3g} ms instead of {1e3 * was_s:.3g} ms"
+        figures = f"a batch every {format_short(1e3 * now_s, 'ms')} instead of {format_short(1e3 * was_s, 'ms')}"
         self.is_faster = now_s * LEAST_GAIN <= was_s
         if self.is_faster:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"

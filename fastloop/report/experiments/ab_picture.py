@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from statistics import median
 
+from fastloop.numbers import format_short
 from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.report.drawing.bars import Bar, Chart, Mark, Row, choose_ticks
 from fastloop.report.drawing.curves import Curve, Line
 from fastloop.report.experiments import verdict_words
-from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
 COLORS = ("#8f9aa5", "#2f6fb5", "#d9480f", "#2a9d74", "#b565a7", "#e8a317", "#7c6bc4", "#8a5a3c")

@@ -9,12 +9,12 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
+from fastloop.numbers import format_number, format_short
 from fastloop.records.experiment import ArmResult, Comparison, ExperimentResult
 from fastloop.records.plan import say_count
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.experiments import ab_picture, verdict_words
 from fastloop.report.experiments.verdict_words import WORDS, describe_hardware, write_headline
-from fastloop.report.numbers import format_number, format_short
 from fastloop.report.run.tables import cut
 
 Pair = tuple[Comparison, ArmResult]

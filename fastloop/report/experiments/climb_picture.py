@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastloop.numbers import format_short
 from fastloop.records.climb import ClimbFile
 from fastloop.report.drawing.bars import Bar, Chart, Entry, Mark, Row, choose_ticks
 from fastloop.report.experiments import climb_rows
 from fastloop.report.experiments.climb_rows import ClimbRow
-from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
 _NAIVE, _STEP, _TOP, _PREDICTED = "#8f9aa5", "#2f6fb5", "#2a9d74", "#e8a317"
@@ -73,7 +73,7 @@ def _draw_attempt(step: ClimbRow, before: float, limits: tuple[Mark, ...]) -> Ro
     if step.ends is not None:
         bars.append(Bar(*step.ends, style="whisker"))
     predicted = () if step.predicted is None else (Mark(step.predicted, "diamond", _PREDICTED),)
-    saved = "" if step.saved_ms is None else f"{-step.saved_ms:+,.3g} ms"
+    saved = "" if step.saved_ms is None else f"{'+' if step.saved_ms < 0 else ''}{format_short(-step.saved_ms, 'ms')}"
     return Row(
         name=cut(step.name, NAME_LETTERS),
         bars=tuple(bars),

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import indent, wrap
 
+from fastloop.numbers import format_number, format_short
 from fastloop.records.climb import Attempt, ClimbFile, Confirmation, Speed, select_broken, select_unanswered
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.experiments import climb_picture, climb_rows, verdict_words
 from fastloop.report.experiments.verdict_words import describe_hardware, put_on_one_line
-from fastloop.report.numbers import format_number, format_short
 
 SCREEN = "screening proves nothing; only a fresh A/B test of the best stack against the baseline does"
 HOW = (

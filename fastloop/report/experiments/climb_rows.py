@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
+from fastloop.numbers import format_number, format_short
 from fastloop.records.climb import TOP, Attempt, ClimbFile, Speed
 from fastloop.records.experiment import Outcome
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import format_number, format_short
 
 CEILING = {"replayed": "replayed batches", "resident": "resident batch", "no_exchange": "no exchange"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastloop.numbers import format_short
 from fastloop.records.card import Setting
 from fastloop.records.experiment import Hardware
 from fastloop.records.tuning import Point, TuningFile
@@ -9,7 +10,6 @@ from fastloop.records.yaml_text import dump_on_one_line, dump_yaml
 from fastloop.report.drawing.bars import Bar, Chart, Row, choose_ticks
 from fastloop.report.drawing.document import Document, Section, Table
 from fastloop.report.experiments.verdict_words import describe_hardware, lay_out
-from fastloop.report.numbers import format_short
 from fastloop.report.run.tables import cut
 
 TITLE = "Step time of each value"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastloop.numbers import format_short
 from fastloop.records.measurement import CEILINGS, DISTURBED, Measurement, measure_unevenness
 from fastloop.records.plan import Finding, say_count
 from fastloop.records.readings import read_requested_garbage, read_step_ms
@@ -128,7 +129,7 @@ def describe_syncs(seen: Measurement) -> list[str]:
 def _place(sync: Mapping[str, Any], device: str) -> str:
     ms, often = sync.get("ms_per_step"), sync.get("per_step")
     if ms is not None:
-        cost = f", {ms:.3g} ms a step"
+        cost = f", {format_short(ms, 'ms')} a step"
     else:
         cost = ", no cost on the CPU" if device == "cpu" else f", {often:.3g} a step" if often is not None else ""
     return f"{sync.get('where') or 'n/a'} {sync.get('what') or 'n/a'}{cost}"

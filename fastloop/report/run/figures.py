@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from fastloop.numbers import format_number, format_short
 from fastloop.records.measurement import Measurement
 from fastloop.records.readings import read_ranks
 from fastloop.report.drawing.bars import NUMBER_ERRORS, Bar, Chart, Entry, Row, choose_ticks
 from fastloop.report.drawing.curves import Curve, Line
-from fastloop.report.numbers import format_number, format_short
 from fastloop.report.run.optional_tables import sort_by_size, to_finite_float
 from fastloop.report.run.summary import STYLES, select_known
 from fastloop.report.run.tables import cut

@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fastloop.numbers import format_flop_rate, format_number, format_short
 from fastloop.records.measurement import CEILINGS, Measurement
 from fastloop.records.plan import say_count
 from fastloop.records.readings import LINES, read_ranks
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import format_flop_rate, format_number, format_short
 from fastloop.report.run.caveats import count_hunted_steps
 from fastloop.report.run.summary import STYLES
 from fastloop.report.run.tables import cut, format_percent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from fastloop.numbers import format_flop_rate, format_number, format_short
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment
@@ -12,7 +13,6 @@ from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.bars import Chart
 from fastloop.report.drawing.curves import Curve
 from fastloop.report.drawing.document import Document, FindingBox, Section, Table, Tile
-from fastloop.report.numbers import format_flop_rate, format_number, format_short
 from fastloop.report.run import figures, optional_tables, summary, tables
 from fastloop.report.run.caveats import list_caveats
 

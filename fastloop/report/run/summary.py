@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fastloop.numbers import format_flop_rate, format_number, format_s, format_short
 from fastloop.records.measurement import ONE_TIME, PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict, say_count
 from fastloop.records.readings import read_ranks
 from fastloop.records.yaml_text import dump_on_one_line
-from fastloop.report.numbers import format_flop_rate, format_number, format_s, format_short
 from fastloop.report.run import caveats
 
 FREE = {
@@ -275,7 +275,7 @@ def list_pay_backs(seen: Measurement, verdicts: Sequence[Verdict]) -> list[str]:
             when = "would not pay back" if less_ms <= 0 else "pay-back time unknown"
         else:
             when = f"would pay back after about {format_short(_round(after))} steps"
-        has = "" if seen.total_steps is None else f"; this run has {seen.total_steps:,d}"
+        has = "" if seen.total_steps is None else f"; this run has {seen.total_steps:,d}{' steps' * (after is None)}"
         found.append(f"{took} {change} on the rehearsed batch (no verdict): {when}{has}")
     return found
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fastloop.numbers import format_number, format_s, format_short
 from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Finding, Plan, Verdict
 from fastloop.records.run_files import Environment, Machine, TorchFlags
 from fastloop.report.drawing.document import Table
-from fastloop.report.numbers import format_number, format_s, format_short
 from fastloop.report.run import summary
 from fastloop.report.run.summary import STYLES
 

@@ -48,6 +48,7 @@ def per_sample(*batches: Any) -> tuple[float | None, float | None]:
         ([{"input_ids": ids(4, 10), "attention_mask": mask(4, 10, 5)}, ids(4, 10)], 10, 5),  # where nobody masks, as if
         ([{"labels": ids(4, 7), "attention_mask": mask(4, 7, 7)}], 7, 7),
         ([{"input_ids": ids(4, 10), "attention_mask": torch.ones(4, 1, 10, 10)}], 10, None),  # another kind of mask
+        ([{"input_ids": ids(4, 1)}], 1, None),
     ],
 )
 def test_tokens_per_sample(batches: list[Any], every: float, real: float | None) -> None:
@@ -66,8 +67,9 @@ def test_tokens_per_sample(batches: list[Any], every: float, real: float | None)
         ids(4, 10)[0],
         {"input_ids": torch.zeros(4, 10, 5, dtype=torch.int64)},
         (torch.zeros(4, 8), torch.zeros(4)),
+        {"target": ids(4, 1), "continuous": torch.zeros(4, 2), "categorical": ids(4, 3)},  # rows of a table
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_batches_without_tokens(batch: Any) -> None:
     assert per_sample(batch) == (None, None)

@@ -46,6 +46,15 @@ def test_recompiles_have_one_line_causes() -> None:
     ]
 
 
+def test_causes_come_without_hints() -> None:
+    """Dynamo adds one about parameters, as in manual optimization that freezes the other optimizer's."""
+    failed = "tensor 'module._modules['0']._parameters['bias']' requires_grad mismatch. expected requires_grad=1"
+    hint = "Guard failed on a parameter, consider using torch._dynamo.config.force_parameter_static_shapes = False"
+    assert (
+        dynamo_graphs.shorten_reason(f"triggered by the following guard failure(s):\n- 0/0: {failed}. {hint}") == failed
+    )
+
+
 def test_the_limit_is_seen() -> None:
     before, double = dynamo_graphs.count(), compiled(lambda x: 2 * x, dynamic=False)
     for size in range(2, 14):

@@ -13,7 +13,6 @@ from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Change, Finding, Plan, Rehearsed, Step, Verdict
 from fastloop.records.run_files import PlanFile
 from fastloop.records.yaml_text import dump_on_one_line
-from fastloop.report import numbers
 from fastloop.report.run import summary
 from tests.report import samples
 
@@ -128,21 +127,6 @@ def test_what_was_not_measured_is_na_and_never_0() -> None:
         "step n/a",
         "n/a samples/s   watching cost n/a",
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "unit", "text"),
-    [
-        (None, ",.1f", "ms", "n/a"),
-        (0.0, ",.1f", "ms", "0.0 ms"),
-        (1234.5, ",.1f", "", "1,234.5"),
-        (7, ",d", "", "7"),
-        (float("nan"), ",.1f", "ms", "n/a"),
-        (float("inf"), ",.1f", "samples/s", "n/a"),
-    ],
-)
-def test_numbers(value: Any, form: str, unit: str, text: str) -> None:
-    assert numbers.format_number(value, form, unit) == text
 
 
 @pytest.mark.parametrize(
@@ -397,28 +381,6 @@ def test_no_bar_without_a_step(step: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "n/a"),
-        (float("inf"), "n/a"),
-        (0, "0"),
-        (0.5774, "0.577"),
-        (2.0, "2"),
-        (13.04, "13"),
-        (40.51, "40.5"),
-        (99.96, "100"),
-        (1234.5, "1,234"),
-        (2_000_000.0, "2,000,000"),
-        (-0.25, "-0.25"),
-        (1e-7, "0.0000001"),
-    ],
-)
-def test_short_numbers(value: Any, text: str) -> None:
-    assert numbers.format_short(value) == text
-    assert numbers.format_short(value, "ms") == ("n/a" if text == "n/a" else f"{text} ms")
-
-
-@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"ceiling_gain_pct": 700.0, "ceiling_is_estimate": False}, "at most 9,876 samples/s (8.0x, measured)"),
@@ -447,14 +409,6 @@ def test_a_ceiling_says_whether_it_was_measured(change: dict[str, Any], said: st
 )
 def test_the_setting_is_said_as_far_as_it_is_known(change: dict[str, Any], said: str) -> None:
     assert summary.describe_setting(dataclasses.replace(SEEN, **change)) == said
-
-
-@pytest.mark.parametrize(
-    ("rate", "said"),
-    [(None, "n/a"), (0.00362, "3.62 GFLOP/s"), (36.2, "36.2 TFLOP/s"), (0.0, "0 GFLOP/s"), (float("nan"), "n/a")],
-)
-def test_rates_of_arithmetic(rate: float | None, said: str) -> None:
-    assert numbers.format_flop_rate(rate) == said
 
 
 def test_there_is_no_color() -> None:
@@ -503,19 +457,22 @@ def test_one_time_costs_are_one_line() -> None:
             28.0,
             None,
             ONCE,
-            "compile took 41 s; 12 ms less on the rehearsed batch (no verdict): pay-back time unknown; this run has 60",
+            "compile took 41 s; 12 ms less on the rehearsed batch (no verdict): pay-back time unknown; this run has"
+            " 60 steps",
         ),
         (
             42.5,
             None,
             ONCE,
-            "compile took 41 s; 2.5 ms more on the rehearsed batch (no verdict): would not pay back; this run has 60",
+            "compile took 41 s; 2.5 ms more on the rehearsed batch (no verdict): would not pay back; this run has 60"
+            " steps",
         ),
         (
             40.0,
             None,
             ONCE,
-            "compile took 41 s; no change on the rehearsed batch (no verdict): would not pay back; this run has 60",
+            "compile took 41 s; no change on the rehearsed batch (no verdict): would not pay back; this run has 60"
+            " steps",
         ),
         (
             28.0,

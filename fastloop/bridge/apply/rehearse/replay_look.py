@@ -17,6 +17,7 @@ from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.rehearsal import RungOutcome
+from fastloop.numbers import format_short
 from fastloop.records.plan import Rehearsed, Step
 
 Batches = Generator[None, None, None]
@@ -108,7 +109,7 @@ class ReplayTimingCheck:
         seen = Rehearsed(eager_ms=without_ms, changed_ms=with_ms)
         if outcome.rehearsed is not None:
             seen = replace(seen, deviation=outcome.rehearsed.deviation)
-        times = f"{with_ms:.3g} ms with it, {without_ms:.3g} ms without it"
+        times = f"{format_short(with_ms, 'ms')} with it, {format_short(without_ms, 'ms')} without it"
         self._handle.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
         return replace(outcome, fault=None, is_slower=False, rehearsed=seen, pays_back_after_steps=pays_back)
 

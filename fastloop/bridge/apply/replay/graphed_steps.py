@@ -40,6 +40,7 @@ from fastloop.feeds.splitting import get_loss
 from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import Ran, StaticStep, read_key
 from fastloop.judge import rehearsal as judge
+from fastloop.numbers import format_short
 from fastloop.records.plan import Undo
 
 MOST_SHAPES = 32
@@ -370,7 +371,8 @@ class GraphedSteps:
             if fault is not None:
                 return f"the replay does not match the step: {fault}"
         if self._must_gain and replay_ms > LEAST_GAIN * eager_ms:
-            return f"the device is busy already: {eager_ms:.3g} ms eager, {replay_ms:.3g} ms replayed"
+            times = f"{format_short(eager_ms, 'ms')} eager, {format_short(replay_ms, 'ms')} replayed"
+            return f"the device is busy already: {times}"
         return None
 
 

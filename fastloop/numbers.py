@@ -1,4 +1,4 @@
-"""Formats numbers for reports; an unmeasured value is n/a, never 0."""
+"""Formats numbers for people; an unmeasured value is n/a, never 0."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def format_number(value: float | None, form: str = ",.1f", unit: str = "") -> st
     return f"{text} {unit}".rstrip()
 
 
-def format_short(value: float | None, unit: str = "") -> str:
-    """Format a number with three digits, without decimals from 100 up: 0.577, 40.5, 2,697."""
+def format_short(value: float | None, unit: str = "", *, digits: int = 3) -> str:
+    """Format a number with that many digits, or more in front of the point: 0.577, 40.5, 2,697; never 2.7e+03."""
     if value is None or not math.isfinite(value):
         return "n/a"
-    digits = 0 if abs(value) >= 100 or value == 0 else min(9, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}".rstrip()
+    decimals = 0 if value == 0 else max(0, min(9, digits - 1 - math.floor(math.log10(abs(value)))))
+    text = f"{value:,.{decimals}f}"
+    return f"{text.rstrip('0').rstrip('.') if decimals else text} {unit}".rstrip()
 
 
 def format_s(seconds: float | None) -> str:
