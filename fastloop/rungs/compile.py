@@ -163,7 +163,8 @@ class Compile:
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:2]]
         if eager := evidence.get("eager_calls"):
-            why.append(f"{eager} of {evidence['of_calls']} calls ran eagerly: no graph fit them")
+            here = "in one of them " if whose else ""  # the one with the most
+            why.append(f"{here}{eager} of {evidence['of_calls']} calls ran eagerly: no graph fit them")
         if (hooked := evidence.get("hooked")) and not evidence.get("spent"):
             why.append(f"{say_count(hooked, 'call')} ran eagerly: hooks were added after the graphs were made")
         why += [f"{spent}: eager from then on" for spent in evidence.get("spent", ())]
