@@ -107,8 +107,8 @@ class Compile:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by your own code")
         if facts.double_backward:
             raise NotApplicable(
-                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which compiled code does not"
-                " support"
+                f"{facts.double_backward[0]} may take gradients of gradients (create_graph), which compiled code does"
+                " not support"
             )
         if facts.keeps_graph:
             raise NotApplicable(
