@@ -59,7 +59,7 @@ class Attention:
             )
         if facts.double_backward:
             raise NotApplicable(
-                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which fused kernels do not"
+                f"{facts.double_backward[0]} may take gradients of gradients (create_graph), which fused kernels do not"
                 " support"
             )
         if self.backend != "auto" and facts.device != "cuda":

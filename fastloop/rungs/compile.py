@@ -107,8 +107,8 @@ class Compile:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by your own code")
         if facts.double_backward:
             raise NotApplicable(
-                f"{facts.double_backward[0]} takes gradients of gradients (create_graph), which compiled code does not"
-                " support"
+                f"{facts.double_backward[0]} may take gradients of gradients (create_graph), which compiled code does"
+                " not support"
             )
         if facts.keeps_graph:
             raise NotApplicable(
@@ -163,7 +163,8 @@ class Compile:
         why += [f"recompiled: {reason}" for reason in evidence["recompiles"][:2]]
         why += [f"graph break: {reason}" for reason in evidence["breaks"][:2]]
         if eager := evidence.get("eager_calls"):
-            why.append(f"{eager} of {evidence['of_calls']} calls ran eagerly: no graph fit them")
+            here = "in one of them " if whose else ""  # the one with the most
+            why.append(f"{here}{eager} of {evidence['of_calls']} calls ran eagerly: no graph fit them")
         if (hooked := evidence.get("hooked")) and not evidence.get("spent"):
             why.append(f"{say_count(hooked, 'call')} ran eagerly: hooks were added after the graphs were made")
         why += [f"{spent}: eager from then on" for spent in evidence.get("spent", ())]

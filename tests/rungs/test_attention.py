@@ -63,7 +63,7 @@ class Ready(spellings.Spelling):
         (
             {},
             {"double_backward": ("Net.step",)},
-            "Net.step takes gradients of gradients (create_graph), which fused kernels do not support",
+            "Net.step may take gradients of gradients (create_graph), which fused kernels do not support",
         ),
         ({}, {"compiled_by_user": ("net",)}, "net is compiled by your own code, so its graphs cannot be changed"),
     ],

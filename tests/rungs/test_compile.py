@@ -338,6 +338,19 @@ def test_takes(kind: Any, backend: list[str]) -> None:
     assert verdict(watcher, "compile").why.startswith(f"{len(backend)} graph{plural} captured")
 
 
+@pytest.mark.parametrize(
+    ("modules", "why"),
+    [
+        (1, "4 graphs captured; 8 of 8 calls ran eagerly: no graph fit them"),
+        (3, "4 graphs captured for 3 modules; in one of them 8 of 8 calls ran eagerly: no graph fit them"),
+    ],
+)
+def test_calls_are_counted_in_one_module_and_graphs_in_all(modules: int, why: str) -> None:
+    counted = {"graphs": 4, "modules": modules, "eager_calls": 8, "of_calls": 8}
+    seen = {**counted, "failures": [], "recompiles": [], "breaks": [], "limit_hit": False}
+    assert Compile().verify(Measurement(evidence={"compile": seen})).why == why
+
+
 def test_the_short_last_batch_of_an_epoch_gets_no_graph(backend: list[str]) -> None:
     why = "1 graph captured; 2 of 22 calls ran eagerly: no graph fit them"
     pairs = torch.utils.data.TensorDataset(torch.randn(42, 8), torch.randn(42, 1))  # ten batches of 4, one of 2
