@@ -11,7 +11,6 @@ something changes what the workers have copies of.
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children
@@ -29,11 +28,12 @@ from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import name_sampler
 from fastloop.feeds.workers.ending import end_workers, kill_started, kill_workers
-from fastloop.feeds.workers.in_worker import TIMED, Order, Send, SendsExits, Unsent
+from fastloop.feeds.workers.in_worker import Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.whereabouts import Whereabouts
+from fastloop.feeds.workers.worker_costs import WorkerCosts
 
 _SHOWN = 8
 """Most indices of a batch that a message lists."""
@@ -106,8 +106,7 @@ class TriedWorkers:
         """What the workers' copies hold."""
         self._report_outdated, self._handed_out, self.has_handed_out = report_outdated, 0, False
         """Batches that were handed out since the workers made their copies."""
-        self._made_ms: Any = ()
-        self._took_ms: list[float] = []
+        self._costs = WorkerCosts()
         self.drew = multiprocessing.RawValue("b", 0) if drew is None else drew
         self.loss_ms: tuple[float, float] | None = None
         """Time to take a ready batch from a worker, and to make one; None unless taking it is slower."""
@@ -135,12 +134,17 @@ class TriedWorkers:
             if changes:
                 self._set_workers(loader, 0, 0)
                 self._step_down(0, 0, f"each worker would have its own version of the samples: {why}")
+        if loader.num_workers and self._leave_out and (loss := self._costs.explain_loss_of_epochs()) is not None:
+            self._lighten(loader, _Fewer(0, 0, loss, self._leave_out))
         self._drawn.begin_epoch()
         if self._epoch == 0:
             self._may_be_stuck = not any(isinstance(item, SemLock) for _, item in walk(loader.dataset))
         is_marked = loader.num_workers and not self._replaces
         self._mark = StateMark(dataset=loader.dataset, collate_fn=loader.collate_fn) if is_marked else None
-        return self._load(loader, begin, self._begin(loader, begin) if loader.num_workers else begin())
+        asked = time.perf_counter()
+        source = self._begin(loader, begin) if loader.num_workers else begin()
+        self._costs.begin_epoch(1e3 * (time.perf_counter() - asked))
+        return self._load(loader, begin, source)
 
     def _load(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
         self._epoch += 1
@@ -148,6 +152,8 @@ class TriedWorkers:
         try:
             yield from self._deliver(loader, begin, source)
         finally:
+            if number > 1:  # the first starts what stays
+                self._costs.end_epoch()
             self._loading = 0 if self._loading == number else self._loading
 
     def _deliver(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
@@ -222,12 +228,11 @@ class TriedWorkers:
         """Start the loader's iterator with our parts in place; the loader keeps its own afterwards."""
         name = name_sampler(loader)
         self._drawn.inner, self._drawn.send = getattr(loader, name), Order if loader.num_workers else None
-        if len(self._made_ms) < loader.num_workers:  # persistent workers keep writing into the first array
-            self._made_ms = multiprocessing.RawArray("d", loader.num_workers)
+        self._costs.provide(loader.num_workers)
         init = LeavesRoom(loader.worker_init_fn, self._free_cpus) if self._free_cpus else loader.worker_init_fn
         parts = {
             name: self._drawn,
-            "collate_fn": Send(loader.collate_fn, self._made_ms, self.drew),
+            "collate_fn": Send(loader.collate_fn, self._costs.made_ms, self.drew),
             "worker_init_fn": SendsExits(self._whereabouts.make_init(init)),
         }
         own = {part: getattr(loader, part) for part in parts}
@@ -257,8 +262,7 @@ class TriedWorkers:
                         raise RuntimeError(sentence) from error
                     raise
             else:
-                if is_there:
-                    self._took_ms.append(1e3 * (time.perf_counter() - asked))
+                self._costs.note(1e3 * (time.perf_counter() - asked), was_ready=bool(is_there))
                 yield batch
                 begun, said, came = time.monotonic(), False, True
                 continue
@@ -332,10 +336,9 @@ class TriedWorkers:
 
     def _find_loss(self) -> _Fewer | None:
         """Return settings without workers if taking a ready batch from a worker is slower than making it; only once."""
-        made = [ms for ms in self._made_ms if ms]
-        if self._is_weighed or len(self._took_ms) < TIMED or not made:
+        if self._is_weighed or (both := self._costs.compare_ready()) is None:
             return None
-        made_ms, took_ms = statistics.median(made), statistics.median(self._took_ms)
+        took_ms, made_ms = both
         self._is_weighed, tell = True, self._leave_out
         if took_ms <= made_ms:
             return None

@@ -256,6 +256,31 @@ def test_batches_that_are_made_sooner_than_handed_over_are_made_here(persistent:
     assert why == f"a batch takes {made} ms to make, but taking it from a worker took {took} ms"
 
 
+@pytest.mark.parametrize("limit", [2, 1])
+def test_workers_that_short_epochs_wait_for_in_vain_are_left_out(limit: int) -> None:
+    """Two batches an epoch: none lies ready when the first is wanted, and `safe` made such a training twice as slow."""
+    loader, steps = tried(pays=True, dataset=Subset(Numbers(), range(8)), num_workers=1, persistent_workers=True)
+    torch.manual_seed(3)
+    seen: list[list[list[int]]] = []
+    while len(seen) < 3 or (not steps.left_out and len(seen) < 60):
+        seen.append([_content(batch) for batch, _ in zip(loader, range(limit), strict=False)])
+    ((workers, _, why),) = steps.left_out
+    assert workers == 0 and "in epochs this short, each was waited for" in why and loader.num_workers == 0
+    plain = DataLoader(Subset(Numbers(), range(8)), 4, shuffle=True)
+    torch.manual_seed(3)
+    assert seen == [[_content(batch) for batch, _ in zip(plain, range(limit), strict=False)] for _ in seen]
+
+
+def test_workers_that_short_epochs_gain_from_stay() -> None:
+    """The control: making the batches takes longer than the waits."""
+    loader, steps = tried(
+        pays=True, dataset=Subset(Slow(), range(8)), num_workers=2, persistent_workers=True, batch_size=2
+    )
+    for _ in range(5):
+        assert len(list(loader)) == 4
+    assert loader.num_workers == 2 and not steps.left_out and not steps.down
+
+
 @pytest.mark.parametrize(("dataset", "pays"), [(Slow(), True), (Numbers(), False)], ids=["pay", "by_name"])
 def test_workers_stay_where_they_pay_or_are_asked_for_by_name(dataset: Any, pays: bool) -> None:
     loader, steps = tried(collate_many, pays=pays, dataset=dataset, num_workers=2)
