@@ -18,7 +18,7 @@ from fastloop.errors import NotApplicable
 from fastloop.records.card import Card
 from fastloop.records.facts import Facts
 from fastloop.records.measurement import Measurement
-from fastloop.records.plan import Action, Applied, Change, Site, Undo, Verdict
+from fastloop.records.plan import Action, Applied, Change, Site, Undo, Verdict, say_count
 from fastloop.records.readings import does_already, on_gpu, read_fusing_ms
 
 USUAL = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
@@ -53,7 +53,7 @@ class Fused:
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")
         groups = f"{evidence['fused_groups']} of {evidence['groups']} parameter groups"
-        why = f"{groups} fused, {evidence['steps']} optimizer steps ran this way"
+        why = f"{groups} fused, {say_count(evidence['steps'], 'optimizer step')} ran this way"
         if evidence.get("made_anew"):
             why = (
                 f"{evidence['steps']} steps were fused, then your code recreated the optimizers: {groups} are fused now"

@@ -94,7 +94,7 @@ class Nodes:
         threads, samples = found.get("threads", 0), found.get("samples", 0)
         if not threads:
             return Verdict(took=False, why="no batch came from a thread")
-        return Verdict(took=True, why=f"{say_count(threads, 'thread')} loaded {samples} samples")
+        return Verdict(took=True, why=f"{say_count(threads, 'thread')} loaded {say_count(samples, 'sample')}")
 
 
 def _find_obstacle(loader: LoaderFacts) -> str | None:

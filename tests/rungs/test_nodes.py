@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset
 
 from fastloop import FastLoop
 from fastloop.errors import ConfigError, NotApplicable
@@ -140,6 +140,8 @@ def test_takes() -> None:
     assert verdict.took is True and verdict.parity_class == "exact" and ours.seen("nodes")["samples"] == 128
     assert verdict.why in ("2 threads loaded 128 samples", "1 thread loaded 128 samples")
     assert Nodes(enabled=True).verify(Measurement()).took is False
+    many = Nodes(enabled=True).verify(Measurement(evidence={"nodes": {"threads": 1, "samples": 4800}}))
+    assert many.why == "1 thread loaded 4,800 samples"
     off = run({}, batches(64), max_epochs=1)
     assert off.loop is not None and off.loop.verdicts == () and off.seen("nodes") == {}
 
@@ -178,6 +180,13 @@ def test_samples_that_torch_rounds_differently_in_threads_are_not_called_exact(
     changes = list_loop_changes(ours.loop.plan, ours.loop.verdicts)
     said = "samples are rounded differently: torch uses 1 thread in the loading threads, but 2 here"
     assert len(changes) == (not still) and all(said in line for line in changes)
+
+
+def test_samples_are_counted_where_the_sampler_yields_whole_batches() -> None:
+    """As in scvi-tools: the dataset gets a list of indices and returns a batch."""
+    rows = numbered(64)
+    whole = DataLoader(rows, batch_size=None, sampler=BatchSampler(SequentialSampler(rows), 8, drop_last=False))
+    assert run(NODES, whole, max_epochs=2).seen("nodes")["samples"] == 128
 
 
 def test_parity_sees_another_order() -> None:

@@ -294,7 +294,9 @@ class _Epoch(Iterator[Any]):
         self._threads.add(task.thread or 0)
         seen, indices = self._engine.seen, task.indices
         seen["threads"] = max(seen["threads"], len(self._threads))
-        seen["samples"] += 1 if self._load.fetches_one else len(indices)
+        seen["samples"] += (
+            len(indices) if isinstance(indices, (list, tuple)) else 1
+        )  # a sampler may yield whole batches
 
     def close(self) -> None:
         """End the threads: each finishes its current sample."""
