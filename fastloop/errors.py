@@ -92,11 +92,17 @@ def walk_causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
+_STYLE = re.compile(r"\x1b\[[\d;]*m")
+"""What makes a terminal write bold or in color, as in messages of torch.load."""
+
+
 def describe(error: Exception) -> str:
     """Describe an error in one line: a rung's own reason if there is one. Raises what `let_through` raises."""
     let_through(error)
-    text = " ".join(str(error).split())
-    return text if isinstance(error, NotApplicable) else f"{type(error).__name__}: {text[:300]}"
+    text = " ".join(_STYLE.sub("", str(error)).split())
+    if isinstance(error, NotApplicable):
+        return text
+    return f"{type(error).__name__}: {text if len(text) <= 300 else f'{text[:299]}…'}"
 
 
 _BROUGHT = re.compile(r"Caught \w+ in ([^\n]+)\.\nOriginal Traceback ")
@@ -111,7 +117,7 @@ def quote(error: BaseException, *, briefly: bool = False) -> str:
     Args:
         briefly: keep only the first line of the message, and the second if the first only announces it.
     """
-    text, kind, where = str(error).strip(), type(error).__name__, ""
+    text, kind, where = _STYLE.sub("", str(error)).strip(), type(error).__name__, ""
     if (brought := _BROUGHT.match(text)) is not None:
         lines = _CHAINED.split(text)[-1].splitlines()
         frames = [place for place, line in enumerate(lines) if line.startswith("  File ")]

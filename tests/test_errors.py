@@ -73,7 +73,12 @@ def test_the_words_for_no_memory(error: Exception, is_memory: bool) -> None:
 def test_a_reason_of_ours_is_told_whole_and_in_one_line() -> None:
     reason = "these modules are in the way:\n" + ", ".join(f"encoder.layers.{n}.attention" for n in range(20))
     assert describe(NotApplicable(reason)) == reason.replace("\n", " ")
-    assert len(describe(ValueError(reason))) == len("ValueError: ") + 300
+
+
+def test_a_message_that_is_cut_says_so() -> None:
+    assert describe(ValueError("1" * 300)) == f"ValueError: {'1' * 300}"
+    assert describe(ValueError("1" * 301)) == f"ValueError: {'1' * 299}…"
+    assert describe(ValueError("it \x1b[1mmust\x1b[0m be trusted")) == "ValueError: it must be trusted"
 
 
 def bring(error: Exception) -> BaseException:
@@ -111,6 +116,7 @@ def show_inner() -> Exception:
             "ValueError: row 0 is broken: it has no label see above",
         ),
         (ValueError(), "ValueError"),
+        (ValueError("it \x1b[1mmust\x1b[0m be trusted"), "ValueError: it must be trusted"),
         (FastLoopError(got="1", why="it is odd", do="write 2"), "FastLoopError: got 1 why it is odd do write 2"),
     ],
 )
