@@ -95,7 +95,7 @@ def test_samples_order_and_streams_stay(given: type[Given], persistent: bool, is
     plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2, persistent_workers=persistent))
     assert (order, drawn) == (plain[0], plain[2])
     assert (counts, plain[1]) == ([2, 4], [2]) and workers.is_faster
-    assert said == ["4 workers instead of 2: a batch every 100 ms instead of 1e+03 ms"]
+    assert said == ["4 workers instead of 2: a batch every 100 ms instead of 1,000 ms"]
 
 
 def test_the_order_would_differ_if_batches_on_their_way_were_lost(
@@ -127,7 +127,7 @@ def test_the_old_number_returns_if_batches_come_no_faster(given: type[Given]) ->
     order, counts, _ = read(loader)
     assert order == read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))[0]
     assert counts == [2, 4] and loader.num_workers == 2 and workers.is_faster is False
-    assert said == ["2 workers again: with 4 it was a batch every 1e+03 ms instead of 1e+03 ms"]
+    assert said == ["2 workers again: with 4 it was a batch every 1,000 ms instead of 1,000 ms"]
 
 
 def refuse_third(worker_id: int) -> None:
