@@ -30,10 +30,10 @@ from fastloop.feeds.lazy_loader import name_sampler
 from fastloop.feeds.workers.ending import end_workers, kill_started, kill_workers
 from fastloop.feeds.workers.in_worker import Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
+from fastloop.feeds.workers.pace import WorkerCosts
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.read_twice import ReadTwice
 from fastloop.feeds.workers.whereabouts import Whereabouts
-from fastloop.feeds.workers.worker_costs import WorkerCosts
 
 _SHOWN = 8
 """Most indices of a batch that a message lists."""
