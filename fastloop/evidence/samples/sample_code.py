@@ -41,10 +41,9 @@ def _is_installed_module(name: str, file: str | None) -> bool:
     if file is None or file.startswith(_STDLIB) or name.startswith("fastloop."):
         return True
     folders, depth = Path(file).parents, name.count(".") + (Path(file).name == "__init__.py")
-    if depth < len(folders) and holds_packages(folders[depth]):
-        return True
     outer, dot, _ = name.partition(".")  # PyTorch Geometric writes some of its modules into the temporary folder
-    return bool(dot) and is_installed(sys.modules.get(outer))
+    in_place = depth < len(folders) and holds_packages(folders[depth])
+    return in_place or (bool(dot) and is_installed(sys.modules.get(outer)))
 
 
 def is_framework(thing: Any) -> bool:
@@ -80,8 +79,7 @@ def list_sample_functions_of(kind: type) -> tuple[Any, ...]:
 
 
 def list_called(functions: Iterable[Any], kind: type) -> tuple[Any, ...]:
-    """The user's functions among these methods and those that they call: methods of their object, and functions of
-    modules."""
+    """The user's functions among these methods and those they call: methods of their object, functions of modules."""
     return tuple(_follow(functions, kind, modules=True))
 
 

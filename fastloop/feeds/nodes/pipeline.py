@@ -294,9 +294,8 @@ class _Epoch(Iterator[Any]):
         self._threads.add(task.thread or 0)
         seen, indices = self._engine.seen, task.indices
         seen["threads"] = max(seen["threads"], len(self._threads))
-        seen["samples"] += (
-            len(indices) if isinstance(indices, (list, tuple)) else 1
-        )  # a sampler may yield whole batches
+        is_batch = isinstance(indices, (list, tuple))  # a sampler may yield whole ones
+        seen["samples"] += len(indices) if is_batch else 1
 
     def close(self) -> None:
         """End the threads: each finishes its current sample."""
