@@ -118,7 +118,7 @@ class Pace:
 
     def _read(self) -> _Sums | None:
         """What tells the pace: enough batches, or fewer, in whole rounds of the workers, that were waited for long; or
-        the time that the first worker took for its second batch, if most of it was waited for. None if unknown."""
+        the time that the first worker took for its second batch, if the wait for it was long. None if unknown."""
         count, long_s = len(self._spans), LEAST_S + START_S * self.workers
         is_round = count >= LEAST_BATCHES / 2 and count % self.workers == 0 and self._waited_s >= long_s
         if self._made >= 1 and (is_round or (count >= self._least and self._took_s >= LEAST_S)):
@@ -206,7 +206,7 @@ class WorkerCosts:
         if made_ms is None or self._waited_for < TIMED or self._waited_ms <= LOSES * made_ms * self._waited_for:
             return None
         waited, makes = format_short(self._waited_ms / self._waited_for, "ms"), format_short(made_ms, "ms")
-        return f"a batch takes {makes} to make, but in epochs this short, each was waited for {waited} with workers"
+        return f"a batch takes {makes} to make, but in epochs this short, waiting for workers takes {waited} a batch"
 
     def _find_made_ms(self) -> float | None:
         made = [ms for ms in self.made_ms if ms]

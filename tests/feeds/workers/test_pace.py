@@ -207,7 +207,7 @@ def test_waits_of_whole_epochs_are_weighed_against_making_the_batches(
 def test_a_loss_is_told_with_its_figures_and_not_too_early() -> None:
     assert costs(1.0, [[4.0, 0.2]] * 4).explain_loss_of_epochs() is None, "eight batches are too few"
     said = costs(1.0, [[4.0, 0.2]] * 5).explain_loss_of_epochs()
-    assert said == "a batch takes 1 ms to make, but in epochs this short, each was waited for 2.1 ms with workers"
+    assert said == "a batch takes 1 ms to make, but in epochs this short, waiting for workers takes 2.1 ms a batch"
     assert costs(0.0, [[4.0, 0.2]] * 5).explain_loss_of_epochs() is None, "no worker has told its time"
 
 
