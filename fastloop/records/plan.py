@@ -142,6 +142,8 @@ class Change:
     first_call_s: float = 0.0
     """Rough time by which the first call takes longer than the second, where `pay_back` is None. A rung of a shipped
     ladder is tried only if that fits into the rehearsal's share of the run."""
+    only_device: bool = False
+    """Shortens the device's work, not its launches by the host: saves no more than the host waits for the device."""
     first_call_of: tuple[str, ...] = ()
     """Names of the modules that the first call compiles; empty: all."""
     cheaper: Change | None = None

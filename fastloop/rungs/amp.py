@@ -83,6 +83,7 @@ class Amp:
             rehearse="modules" if is_mixed else None,  # with true precision, optimizers hold the converted weights
             check=_refuse_line_search if is_mixed else None,
             first_call_s=FIRST_CALL_S if facts.device == "cuda" else 0.0,
+            only_device=True,
         )
 
     def _refuse_16_bits(self, facts: Facts, *, is_mixed: bool) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.rehearse.played import RunResults
 from fastloop.bridge.apply.rehearse.ranks import gather
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch.session import count_planned_steps
@@ -110,6 +109,8 @@ class TrialBudget:
         """The same with the rungs kept so far; 0 until one has been tried."""
         self.play_s = 0.0
         """Time for one play of the unchanged modules, including saving and restoring state."""
+        self.launch_share = 0.0
+        """The part of the unchanged modules' time in which the host launched work; then it waited for the device."""
         self.kept_s = 0.0
         """Seconds of the rehearsal's share that are reserved for recording a step."""
         self._began_s = time.perf_counter()
@@ -142,14 +143,14 @@ class TrialBudget:
         if is_costly(step):
             self.memory.keep_first_call_s(step.rung, self._read_settings(step), seconds)
 
-    def reserve_recording_time(self, usual: Iterable[RunResults], estimate_s: Callable[[float], float]) -> None:
+    def reserve_recording_time(self, estimate_s: Callable[[float], float]) -> None:
         """Reserve time for recording a step if the host limits the unchanged modules' speed: replays then gain more
         than the rungs that are tried before them.
 
         Args:
             estimate_s: returns how long recording takes, given a batch's milliseconds.
         """
-        if any(each.launch_ms >= judge.LAUNCH_BOUND * each.ms for each in usual):
+        if self.launch_share >= judge.LAUNCH_BOUND:
             kept_s = estimate_s(self.base_ms)
             has_time = self.terms.explain_no_time(self._spent_s, kept_s, self.base_ms) is None
             self.kept_s = kept_s if has_time else 0.0
@@ -203,9 +204,16 @@ class TrialBudget:
                 return f"your own compiled code would recompile: {no_pay_back}"
         # Kernels are loaded once, with or without a trial: if that pays back, it does not count as part of the trial.
         loads_s = step.change.first_call_s
-        if judge.explain_no_pay_back(loads_s, self.step_ms, self.terms.steps_left) is None:
+        if judge.explain_no_pay_back(loads_s, self._find_shortened_ms(step), self.terms.steps_left) is None:
             loads_s = 0.0
         return self.terms.explain_no_time(self._spent_s, 2 * self.play_s + loads_s, self.base_ms, self.kept_s)
+
+    def _find_shortened_ms(self, step: Step) -> float:
+        """Time per optimizer step of what a rung may shorten."""
+        if not step.change.only_device:
+            return self.step_ms
+        waited_ms = (1 - self.launch_share) * self.step_ms
+        return min(self.step_ms, waited_ms / judge.LIKELY_SAVING)
 
     def shares_time(self, step: Step) -> bool:
         """Whether trying a rung may take only a share of the run's time: a ladder switched it on, and it has no

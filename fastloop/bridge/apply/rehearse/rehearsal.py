@@ -126,7 +126,7 @@ class Rehearsal:
             problem = self._play_unchanged()
             self.terms = self._budget.cap_steps_by_max_time(self.site.trainer)
             if estimate_recording_s is not None:
-                self._budget.reserve_recording_time(self._unchanged.values(), estimate_recording_s)
+                self._budget.reserve_recording_time(estimate_recording_s)
             problem = problem or self._play_with_dropout()
             for step in self.steps:
                 outcomes.append(self._try_step(step, problem, outcomes))
@@ -180,6 +180,7 @@ class Rehearsal:
                 began = time.perf_counter()
                 self._unchanged[dropout] = base = self._replayer.replay(dropout=dropout)
                 self._budget.play_s = time.perf_counter() - began
+                self._budget.launch_share = max(self._budget.launch_share, base.launch_ms / base.ms)
                 self._budget.base_ms = self._read_ms(base.ms, dropout=dropout, share=BASE_SHARE)
         except Exception as error:
             return f"its calls cannot be replayed: {explain(error)}"

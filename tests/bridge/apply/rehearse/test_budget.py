@@ -113,9 +113,9 @@ def test_steps_of_a_module_that_steps_by_itself(
     assert (terms.steps_left, terms.batches_per_step) == expected
 
 
-def make_budget(steps_left: int) -> tuple[budget.TrialBudget, Step]:
+def make_budget(steps_left: int, by_ladder: frozenset[str] = frozenset()) -> tuple[budget.TrialBudget, Step]:
     module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(10)))
-    terms = budget.Terms(steps_left=steps_left)
+    terms = budget.Terms(steps_left=steps_left, by_ladder=by_ladder)
     memory = Remembered([module], torch.device("cpu"))
     made = budget.TrialBudget(terms, module, [module], memory, lambda _rung: None, 0.0)
     made.base_ms = 100.0
@@ -173,6 +173,20 @@ def test_rungs_that_are_slower_give_a_compile_nothing_to_save() -> None:
     made.changed_ms = 500.0
     assert "a third of the 100 ms of each step" in (made.refuse(step) or "")
     assert made.limit_s(step) == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    ("launch_share", "only_device", "is_tried"), [(0.0, True, True), (0.9, False, True), (0.9, True, False)]
+)
+def test_kernels_are_loaded_only_for_device_time_that_they_can_save(
+    launch_share: float, only_device: bool, is_tried: bool
+) -> None:
+    """150 steps of 100 ms: a third of them is 5 s. If the host launches work for 90 ms of each, 1.5 s can be saved."""
+    made, _ = make_budget(150, by_ladder=frozenset({"amp"}))
+    made.launch_share = launch_share
+    change = Change(rehearse="modules", first_call_s=2.0, only_device=only_device)
+    why = made.refuse(Step(rung="amp", status="planned", change=change))
+    assert (why is None) is is_tried and (is_tried or "that takes about 2" in str(why)), why
 
 
 class Stream(IterableDataset[Any]):
