@@ -161,7 +161,8 @@ class Workers:
     by the local ranks, minus one, at most 8."""
     grow: bool = False
     """With ``count: auto``: if the training waits for batches, replace the workers, including yours, with more of them,
-    if that saves more time than it costs. Random augmentations draw other numbers from that batch on."""
+    if that saves more time than it costs. Random augmentations draw other numbers from that batch on. Later runs of
+    the same model and loader start with the number that was found."""
     across_epochs: bool = False
     """Let workers that stay between epochs prefetch the next epoch's first batches while this one ends, and during
     validation. These batches are used only if the sampler then draws the same indices."""

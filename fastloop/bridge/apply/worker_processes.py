@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
 from fastloop.feeds.images.byte_batches import find_user_dataset
@@ -112,6 +113,8 @@ class WorkerProcesses:
             epochs = self._try(loader, plan, settings, facts, twice)
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
+            known = Remembered([self.trainer.lightning_module], self.trainer.strategy.root_device)
+            described = _describe(loader, settings.get("num_workers", loader.num_workers), most)
             self._more = MoreWorkers(
                 most,
                 count_left=self._count_left,
@@ -119,6 +122,8 @@ class WorkerProcesses:
                 epochs=epochs,
                 room_bytes=_find_room(facts, plan),
                 is_training=self._is_training,
+                found=known.find_workers(described),
+                keep=partial(known.keep_workers, described),
             )
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
@@ -311,6 +316,13 @@ class WorkerProcesses:
             return {}
         alone = self._tried is None and self._more is None and not self._keeps_theirs
         return {"epochs_ahead": self._next.used, "order_differed": self._next.is_wrong, "only_ahead": alone}
+
+
+def _describe(loader: Any, workers: int, most: int) -> str:
+    """Describe what decides, beside the model, how many workers keep up."""
+    kind = type(find_user_dataset(loader.dataset))
+    size = f"{loader_queue.count_batches(loader)} batches of {loader.batch_size}"
+    return f"{kind.__module__}.{kind.__qualname__}, {size}, {workers} to {most} workers"
 
 
 def _count_draws(loader: Any) -> int | None:

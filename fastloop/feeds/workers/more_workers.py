@@ -2,7 +2,8 @@
 
 The waits for batches are timed. If more workers would save more time than starting them costs, they take over, in the
 middle of an epoch or at the start of the next one, from the next indices on: the old workers still deliver the batches
-that they have begun, in the same order. If batches then come no faster, the old number of workers is restored.
+that they have begun, in the same order. If batches then come no faster, the old number of workers is restored. If they
+do, the number is kept, and later runs start with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import active_children
 from typing import Any
 
@@ -30,6 +32,17 @@ from fastloop.numbers import format_short
 LEAST_GAIN = 1.05
 
 
+@dataclass(frozen=True, kw_only=True)
+class FoundWorkers:
+    """A number of workers with which a run's batches came faster."""
+
+    workers: int = 0
+    before_s: float = 0.0
+    then_s: float = 0.0
+    """Seconds for each batch before and then."""
+    batch_bytes: int = 0
+
+
 class MoreWorkers:
     """The epochs of a loader that may get more workers.
 
@@ -40,6 +53,8 @@ class MoreWorkers:
         epochs: makes the batches of an epoch.
         room_bytes: free shared memory for this process's batches; None if unknown.
         is_training: whether the training itself requests an epoch now, not a callback.
+        found: what an earlier run found, to start with; None if unknown.
+        keep: receives what this run finds.
     """
 
     def __init__(
@@ -51,9 +66,12 @@ class MoreWorkers:
         epochs: Epochs = begin_unchanged,
         room_bytes: int | None = None,
         is_training: Callable[[], bool] = lambda: False,
+        found: FoundWorkers | None = None,
+        keep: Callable[[FoundWorkers], None] = lambda _: None,
     ) -> None:
         self.most, self._count_left, self._tell, self._epochs = most, count_left, tell, epochs
         self._room_bytes, self._is_training = room_bytes, is_training
+        self._found, self._keep, self._batch_bytes = found, keep, 0
         self._pending = PendingIndices()
         self._iterator: Callable[[], Any] = lambda: None
         """Returns the iterator that receives the workers' batches."""
@@ -83,7 +101,8 @@ class MoreWorkers:
             if self._before is not None and loader.num_workers == self._before.workers:
                 _set_number(loader, self._next)
             self._next = None
-        source = self._begin(loader, begin)
+        found, self._found = self._found, None
+        source = self._begin(loader, begin) if found is None else self._begin_with(found, loader, begin)
         if self._pace is not None:
             self._pace.begin_epoch(loader_queue.count_batches(loader))
         return self._load(loader, begin, source)
@@ -123,6 +142,28 @@ class MoreWorkers:
                 yield batch
         finally:
             self._loading = 0 if self._loading == number else self._loading
+
+    def _begin_with(self, found: FoundWorkers, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Any:
+        """Start the first epoch with the workers that an earlier run found, if there is room for their batches and they
+        can start; else with the loader's own."""
+        own, ahead, others = loader.num_workers, loader.prefetch_factor or 1, active_children()
+        room = self._room_bytes
+        if room is not None and fit_in_shm(found.workers, ahead, found.batch_bytes, room) != (found.workers, ahead):
+            return self._begin(loader, begin)
+        _set_number(loader, found.workers)
+        try:
+            source = self._begin(loader, begin)
+        except Exception as error:
+            let_through(error)
+            kill_started(others, LOOK_S)
+            self._pending.resumes = bool(self._pending.pending)
+            _set_number(loader, own)
+            return self._begin(loader, begin)
+        self._before, self.is_faster = Pace(own), True
+        figures = f"a batch every {format_short(1e3 * found.then_s, 'ms')} instead of"
+        figures += f" {format_short(1e3 * found.before_s, 'ms')} in an earlier run"
+        self.change = f"{found.workers} workers from the start instead of {own}: {figures}"
+        return source
 
     def _start_beside(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], workers: int) -> Any:
         """Start `workers` workers for the batches that the current ones have not begun; return their iterator. If they
@@ -210,7 +251,7 @@ class MoreWorkers:
 
     def _fit(self, loader: DataLoader[Any], batch: Any, workers: int) -> int:
         """Return how many of these workers fit into shared memory together with the current ones."""
-        size = sum(tensor.nbytes for tensor in walk_storage(batch))
+        self._batch_bytes = size = sum(tensor.nbytes for tensor in walk_storage(batch))
         if self._room_bytes is None or not size:
             return workers
         fitting = fit_in_shm(workers + loader.num_workers, loader.prefetch_factor or 1, size, self._room_bytes)
@@ -226,6 +267,8 @@ class MoreWorkers:
         if self.is_faster:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
             self._tell(self.change)
+            size = self._batch_bytes
+            self._keep(FoundWorkers(workers=pace.workers, before_s=was_s, then_s=now_s, batch_bytes=size))
             return None
         self.change = f"{_name(before.workers)} again: with {pace.workers} it was {figures}"
         self._tell(self.change)

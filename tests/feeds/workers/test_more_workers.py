@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as DataLo
 from fastloop.feeds.lazy_loader import LazyLoader
 from fastloop.feeds.workers import more_workers
 from fastloop.feeds.workers.ending import end_workers
-from fastloop.feeds.workers.more_workers import MoreWorkers
+from fastloop.feeds.workers.more_workers import FoundWorkers, MoreWorkers
 from fastloop.feeds.workers.pace import Left, Pace
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import TriedWorkers
@@ -244,3 +244,66 @@ def test_workers_of_ours_become_more_too(given: type[Given]) -> None:
     loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, epochs=tried.batches), shuffle=False)
     order, counts, _ = read(loader)
     assert order == [[float(index) for index in range(64)]] * 3 and counts == [2, 4] and workers.is_faster and not said
+
+
+FOUND = FoundWorkers(workers=4, before_s=1.0, then_s=0.1, batch_bytes=64)
+
+
+def test_what_a_run_finds_is_kept(given: type[Given]) -> None:
+    found: list[FoundWorkers] = []
+    loader, *_ = make(lambda most, **how: MoreWorkers(most, **how, keep=found.append))
+    read(loader)
+    assert found == [FOUND]
+    given.took_s = 1.0
+    loader, *_ = make(lambda most, **how: MoreWorkers(most, **how, keep=found.append))
+    read(loader)
+    assert found == [FOUND], "nothing that is no faster"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_later_run_starts_with_what_was_found(given: type[Given], persistent: bool) -> None:
+    given.grows_after = 1_000
+    loader, workers, said = make(
+        lambda most, **how: MoreWorkers(most, **how, found=FOUND), persistent_workers=persistent
+    )
+    order, counts, drawn = read(loader)
+    plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2, persistent_workers=persistent))
+    assert (order, drawn, counts) == (plain[0], plain[2], [4]) and workers.is_faster and not said
+    why = "4 workers from the start instead of 2: a batch every 100 ms instead of 1,000 ms in an earlier run"
+    assert workers.change == why
+
+
+@pytest.mark.parametrize(("batches", "counts"), [(14, [4]), (13, [2])])
+def test_what_was_found_needs_room_in_shared_memory(given: type[Given], batches: int, counts: list[int]) -> None:
+    """Twice four batches of 64 bytes, two more, and a quarter is left free."""
+    given.grows_after = 1_000
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, found=FOUND, room_bytes=64 * batches))
+    assert read(loader, epochs=1)[1] == counts and (workers.change is None) is (counts == [2])
+
+
+def test_the_own_number_starts_if_what_was_found_cannot(given: type[Given], monkeypatch: pytest.MonkeyPatch) -> None:
+    given.grows_after = 1_000
+    launch, forks = Popen._launch, list[int]()
+
+    def fail(self: Popen, process: Any) -> None:
+        forks.append(1)
+        if len(forks) == 3:
+            raise OSError(12, "Cannot allocate memory")
+        launch(self, process)
+
+    monkeypatch.setattr(Popen, "_launch", fail)
+    monkeypatch.setattr(DataLoaderIter, "_shutdown", True, raising=False)  # which is not there yet, and torch asks for
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, found=FOUND))
+    order, counts, drawn = read(loader)
+    monkeypatch.undo()
+    plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
+    assert (order, drawn, counts) == (plain[0], plain[2], [2]) and len(forks) == 3 + 3 * 2
+    assert workers.is_faster is None and workers.change is None
+
+
+def test_the_own_number_returns_if_one_of_those_found_fails(given: type[Given]) -> None:
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, found=FOUND), worker_init_fn=refuse_third)
+    order, counts, drawn = read(loader)
+    plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
+    assert (order, drawn) == (plain[0], plain[2]) and workers.is_faster is False and 2 in counts
+    assert (workers.change or "").startswith("2 workers again: LookupError: ")

@@ -1,4 +1,4 @@
-"""Results of earlier rehearsals of this model: read before a rehearsal, and written after it.
+"""What earlier runs of this model found out: rehearsals, micro-batches, numbers of workers.
 
 They are optional: a cache that cannot be read or written is treated as empty.
 """
@@ -18,6 +18,7 @@ import torch
 
 from fastloop.evidence import machine
 from fastloop.evidence.gpu.nvml import read_driver
+from fastloop.feeds.workers.more_workers import FoundWorkers
 from fastloop.records import store
 
 FILE = "rehearsals.json"
@@ -51,6 +52,7 @@ class RehearsalsFile:
     first_call_s: Mapping[str, float] = field(default_factory=dict)
     """How much longer a rung's first call took than its second: mostly compile time."""
     found_sizes: Mapping[str, KeptSize] = field(default_factory=dict)
+    found_workers: Mapping[str, FoundWorkers] = field(default_factory=dict)
 
 
 class Remembered:
@@ -86,6 +88,12 @@ class Remembered:
 
     def keep_size(self, settings: str, size: KeptSize) -> None:
         self._keep("found_sizes", self._make_key("", settings), size)
+
+    def find_workers(self, loader: str) -> FoundWorkers | None:
+        return self._read().found_workers.get(self._make_key("", loader))
+
+    def keep_workers(self, loader: str, found: FoundWorkers) -> None:
+        self._keep("found_workers", self._make_key("", loader), found)
 
     def _make_key(self, rung: str, settings: Any) -> str:
         return _digest(rung, repr(settings), self._model)
