@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_contact [--scripts gan,bert] [--arms plain,full] [--rounds 2] [--size tiny] [--limit 120]
         [--budget 280] [--steps 80] [--devices 2] [--data DIR] [--args "bert: --steps 40"] [--parallel 1] [--keep DIR]
-        [--forked]
+        [--forked] [--again]
     python -m benchmarks.first_contact --summary lines.jsonl
 
 Every run is a fresh process with a fresh cache: compiled code, remembered failures and passports are those of a first
@@ -25,6 +25,7 @@ file. One JSON line per run:
 A callback stamps the end of each batch in all arms alike, by Lightning's entry points as fastloop itself comes in; it
 waits for the device once, after the last one. With --parallel above 1 nothing is timed, but faults show sooner. With
 --forked what the scripts import is imported once for all runs, which saves up to 17 s each; `process_s` is then n/a.
+With --again a script and arm keep one cache: the first round is the first contact, the others are later runs.
 """
 
 from __future__ import annotations
@@ -191,6 +192,7 @@ def parse() -> argparse.Namespace:
     add_budget(parser)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time; nothing is timed above 1")
     parser.add_argument("--forked", action="store_true", help="import what the scripts import once for all runs")
+    parser.add_argument("--again", action="store_true", help="keep the cache of a script and arm over the rounds")
     parser.add_argument("--keep", type=Path, help="folder for what the runs write, instead of a temporary one")
     parser.add_argument(
         "--summary", type=Path, nargs="+", help="files of JSON lines; print a table of them, run nothing"

@@ -93,15 +93,16 @@ def make_command(case: Case, out: Path, options: argparse.Namespace) -> list[str
 
 def run_one(case: Case, place: Path, timer: Path, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     """One script under one arm in a fresh process and a fresh folder; what came of it."""
+    cache = place.parent / f"cache-{case.script}-{Path(case.arm).stem}" if options.again else place / "cache"
     out, stamps, printed = place / "fastloop", place / "stamps.json", place / "printed.txt"
     place.mkdir(parents=True)
     path = [str(ROOT), str(timer), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
         PLACE: str(stamps),
-        "XDG_CACHE_HOME": str(place / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(place / "cache" / "inductor"),
-        "TRITON_CACHE_DIR": str(place / "cache" / "triton"),
+        "XDG_CACHE_HOME": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
         "PYTHONUNBUFFERED": "1",
     }
     command, began = make_command(case, out, options), time.perf_counter()
@@ -127,6 +128,7 @@ def run_one(case: Case, place: Path, timer: Path, options: argparse.Namespace, l
         "exit_code": code,
         "over_limit": code is None,
         "forked": options.forked,
+        "earlier_runs": case.round if options.again else 0,
         "process_s": round(time.perf_counter() - began, 2),
         **read_stamps(stamps),
         **read_records(out),
