@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import active_children
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -34,13 +34,21 @@ LEAST_GAIN = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class FoundWorkers:
-    """A number of workers with which a run's batches came faster."""
+    """The number of workers that a run found to keep up."""
 
     workers: int = 0
-    before_s: float = 0.0
-    then_s: float = 0.0
-    """Seconds for each batch before and then."""
+    before_s: float | None = None
+    """Seconds for each batch with fewer workers."""
+    then_s: float | None = None
+    """The same with this number; None if the run ended too early to tell."""
     batch_bytes: int = 0
+
+
+class _Fewer(NamedTuple):
+    """The workers that there were before, and the seconds that each of their batches took."""
+
+    workers: int
+    batch_s: float | None
 
 
 class MoreWorkers:
@@ -79,8 +87,8 @@ class MoreWorkers:
         """The number of the last epoch, and that of the one that is loading; 0 for none."""
         self._mark: StateMark | None = None
         self._pace: Pace | None = None
-        self._before: Pace | None = None
-        """The pace of the first workers, once there are more."""
+        self._before: _Fewer | None = None
+        """The first workers, once there are more."""
         self._next: int | None = None
         """The number of workers for the next epoch, if it changes."""
         self.change: str | None = None
@@ -102,7 +110,10 @@ class MoreWorkers:
                 _set_number(loader, self._next)
             self._next = None
         found, self._found = self._found, None
-        source = self._begin(loader, begin) if found is None else self._begin_with(found, loader, begin)
+        if found is not None and found.workers > loader.num_workers:
+            source = self._begin_with(found, loader, begin)
+        else:
+            source = self._begin(loader, begin)
         if self._pace is not None:
             self._pace.begin_epoch(loader_queue.count_batches(loader))
         return self._load(loader, begin, source)
@@ -159,10 +170,11 @@ class MoreWorkers:
             self._pending.resumes = bool(self._pending.pending)
             _set_number(loader, own)
             return self._begin(loader, begin)
-        self._before, self.is_faster = Pace(own), True
-        figures = f"a batch every {format_short(1e3 * found.then_s, 'ms')} instead of"
-        figures += f" {format_short(1e3 * found.before_s, 'ms')} in an earlier run"
-        self.change = f"{found.workers} workers from the start instead of {own}: {figures}"
+        self._before, self._batch_bytes = _Fewer(own, found.before_s), found.batch_bytes
+        self.change = f"{found.workers} workers from the start instead of {own}, as an earlier run found"
+        if found.then_s is not None and found.before_s is not None:
+            self.is_faster = True
+            self.change += f": {_compare_s(found.then_s, found.before_s)}"
         return source
 
     def _start_beside(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], workers: int) -> Any:
@@ -241,7 +253,8 @@ class MoreWorkers:
             if workers <= pace.workers:
                 self.most = pace.workers
                 return None
-            self._before = pace
+            self._before = _Fewer(pace.workers, pace.batch_s)
+            self._keep_found(workers, None)
             # Workers that start now would see what has changed since the others started.
             is_now = is_now and self._mark is not None and self._mark.find_change() is None
             self._next = None if is_now else workers
@@ -258,25 +271,33 @@ class MoreWorkers:
         enough = fitting is not None and fitting[1] == (loader.prefetch_factor or 1)
         return fitting[0] - loader.num_workers if fitting is not None and enough else 0
 
-    def _compare(self, before: Pace, pace: Pace) -> int | None:
+    def _compare(self, before: _Fewer, pace: Pace) -> int | None:
         """Report whether more workers make batches come faster; return the old number of workers if not, else None."""
         if self.is_faster is not None or (now_s := pace.batch_s) is None or (was_s := before.batch_s) is None:
             return None
-        figures = f"a batch every {format_short(1e3 * now_s, 'ms')} instead of {format_short(1e3 * was_s, 'ms')}"
+        figures = _compare_s(now_s, was_s)
         self.is_faster = now_s * LEAST_GAIN <= was_s
         if self.is_faster:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
             self._tell(self.change)
-            size = self._batch_bytes
-            self._keep(FoundWorkers(workers=pace.workers, before_s=was_s, then_s=now_s, batch_bytes=size))
+            self._keep_found(pace.workers, now_s)
             return None
         self.change = f"{_name(before.workers)} again: with {pace.workers} it was {figures}"
         self._tell(self.change)
+        self._keep_found(before.workers, was_s)
         return before.workers
+
+    def _keep_found(self, workers: int, then_s: float | None) -> None:
+        before_s, size = None if self._before is None else self._before.batch_s, self._batch_bytes
+        self._keep(FoundWorkers(workers=workers, before_s=before_s, then_s=then_s, batch_bytes=size))
 
 
 def _name(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
+
+
+def _compare_s(now_s: float, was_s: float) -> str:
+    return f"a batch every {format_short(1e3 * now_s, 'ms')} instead of {format_short(1e3 * was_s, 'ms')}"
 
 
 def _set_number(loader: DataLoader[Any], workers: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.popen_fork import Popen
 from typing import Any
 
@@ -38,7 +39,8 @@ class Numbers(Dataset):
 class Given(Pace):
     """A pace as the test wants it: more workers once so many batches came, and then the time of a batch."""
 
-    grows_after, to, is_now, took_s = 3, 4, True, 0.1
+    grows_after, to, is_now = 3, 4, True
+    took_s: float | None = 0.1
 
     def begin_epoch(self, batches: int | None) -> None:
         pass
@@ -249,15 +251,30 @@ def test_workers_of_ours_become_more_too(given: type[Given]) -> None:
 FOUND = FoundWorkers(workers=4, before_s=1.0, then_s=0.1, batch_bytes=64)
 
 
-def test_what_a_run_finds_is_kept(given: type[Given]) -> None:
+@pytest.mark.parametrize(("took_s", "last"), [(0.1, FOUND), (1.0, replace(FOUND, workers=2, then_s=1.0)), (None, None)])
+def test_what_a_run_finds_is_kept(given: type[Given], took_s: float | None, last: FoundWorkers | None) -> None:
+    """At once, since the run may end too early to time it."""
+    given.took_s = took_s
     found: list[FoundWorkers] = []
     loader, *_ = make(lambda most, **how: MoreWorkers(most, **how, keep=found.append))
     read(loader)
-    assert found == [FOUND]
-    given.took_s = 1.0
-    loader, *_ = make(lambda most, **how: MoreWorkers(most, **how, keep=found.append))
-    read(loader)
-    assert found == [FOUND], "nothing that is no faster"
+    assert found == [replace(FOUND, then_s=None), *filter(None, [last])]
+
+
+@pytest.mark.parametrize(("took_s", "counts"), [(0.1, [4]), (1.0, [4, 2])])
+def test_what_was_not_timed_is_timed_by_a_later_run(given: type[Given], took_s: float, counts: list[int]) -> None:
+    given.grows_after, given.took_s = 1_000, took_s
+    kept: list[FoundWorkers] = []
+    found = replace(FOUND, then_s=None)
+    loader, workers, said = make(lambda most, **how: MoreWorkers(most, **how, found=found, keep=kept.append))
+    assert read(loader)[1] == counts and workers.is_faster is (took_s == 0.1) and len(said) == 1
+    assert [each.workers for each in kept] == counts[-1:] and kept[0].then_s is not None
+
+
+def test_a_number_no_greater_than_the_own_one_is_no_news(given: type[Given]) -> None:
+    own = replace(FOUND, workers=2)
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, found=own))
+    assert read(loader)[1] == [2, 4] and workers.is_faster
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -269,7 +286,7 @@ def test_a_later_run_starts_with_what_was_found(given: type[Given], persistent: 
     order, counts, drawn = read(loader)
     plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2, persistent_workers=persistent))
     assert (order, drawn, counts) == (plain[0], plain[2], [4]) and workers.is_faster and not said
-    why = "4 workers from the start instead of 2: a batch every 100 ms instead of 1,000 ms in an earlier run"
+    why = "4 workers from the start instead of 2, as an earlier run found: a batch every 100 ms instead of 1,000 ms"
     assert workers.change == why
 
 
