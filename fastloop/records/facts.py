@@ -214,6 +214,8 @@ class Facts:
     """Those that cannot be computed batch by batch: synchronized between ranks, custom, or an InstanceNorm."""
     convs: tuple[str, ...] = ()
     """Names of the 2-D convolutions."""
+    depthwise_convs: tuple[str, ...] = ()
+    """Those of them that have one group for each input channel, and several."""
     attends_by_hand: tuple[str, ...] = ()
     """Modules that compute softmax and matrix products themselves, and models with a switch that makes them do so."""
     attends_by_call: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
 """Store convolution data channels-last (NHWC), the layout that tensor cores read.
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
-Costs           one conversion of the weights at the start, and of each image batch. Random numbers that are drawn in
+Costs           one conversion of the weights at the start, and of each image batch; cuDNN loads other kernels, which
+                takes 0.3 to 0.7 s for each depthwise convolution. Random numbers that are drawn in
                 an image's memory order (dropout, randn_like) fall on other elements; on the CPU, randn_like also
                 leaves torch's random stream at another place, so that later shuffles differ.
 Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule,
@@ -35,6 +36,9 @@ CARD = Card(
         " fails: call reshape instead, or write rungs.layout.enabled: false"
     },
 )
+CONV_S, DEPTHWISE_S = 0.005, 0.5
+"""Time to load a convolution's channels-last kernels once: 2 to 5 ms on an H200, but 0.3 s in float32 and 0.7 s in
+bfloat16 for a depthwise one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class Layout:
         if facts.line_searches:
             raise NotApplicable("LBFGS takes a view of each gradient, which fails on channels-last ones")
         kernels = Action(keys=("model.memory_format",), when="model", do=_convert_to_channels_last)
+        loads_s = CONV_S * len(facts.convs) + DEPTHWISE_S * len(facts.depthwise_convs)
         state = Action(keys=("optimizer.memory_format",), when="train_start", do=_match_state)
         return Change(
             parity="approximate",
@@ -64,6 +69,7 @@ class Layout:
             actions=(kernels, state),
             # DDP lays out its buckets by the kernels' memory order, and might not redo that if it changes mid-run.
             rehearse=None if facts.is_ddp else "modules",
+            first_call_s=loads_s if facts.device == "cuda" else 0.0,
         )
 
     def verify(self, seen: Measurement) -> Verdict:

@@ -73,6 +73,15 @@ def pictures(samples: int = 32, side: int = 8) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.mean(dim=(1, 2, 3)).unsqueeze(1)), batch_size=8)
 
 
+@pytest.mark.parametrize(("device", "loads_s"), [("cuda", 0.515), ("cpu", 0.0)])
+def test_kernels_of_depthwise_convolutions_take_long_to_load(device: str, loads_s: float) -> None:
+    """One of these three: groups as many as channels, and more than one."""
+    convs = (torch.nn.Conv2d(8, 8, 3, groups=8), torch.nn.Conv2d(8, 8, 3, groups=2), torch.nn.Conv2d(1, 8, 3))
+    facts = Facts(device=device, **read_module(torch.nn.Sequential(*convs)))
+    assert facts.depthwise_convs == ("0",)
+    assert Layout(enabled=True).plan(facts).first_call_s == pytest.approx(loads_s)
+
+
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Weights and running statistics; not BatchNorm's integer counter."""
     return {name: tensor for name, tensor in models.weights(module).items() if tensor.is_floating_point()}

@@ -65,7 +65,7 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False, callbacks
     """
     named = dict(module.named_modules())
     norms = {name: part for name, part in named.items() if _is_norm_of_batches(part)}
-    convs = tuple(name for name, part in named.items() if isinstance(part, torch.nn.Conv2d))
+    convs = {name: part for name, part in named.items() if isinstance(part, torch.nn.Conv2d)}
     training_step = getattr(module, "training_step", None)
     searches, configuring = list_methods(module, r"\bLBFGS\("), _list_configuring(module)
     return {
@@ -73,7 +73,8 @@ def read_module(module: torch.nn.Module, *, syncs_norms: bool = False, callbacks
         "other_batchnorms": tuple(
             name for name, part in norms.items() if syncs_norms or not isinstance(part, groups.KINDS)
         ),
-        "convs": convs,
+        "convs": tuple(convs),
+        "depthwise_convs": tuple(name for name, part in convs.items() if part.groups == part.in_channels > 1),
         "attends_by_hand": (*attention.list_switchable(module), *attention.list_candidates(module)),
         "attends_by_call": tuple(attention.list_sdpa(module)),
         "classes": find_large(module),
