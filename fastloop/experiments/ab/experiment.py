@@ -88,21 +88,21 @@ class Side:
         return self.failed is not None
 
     def trials(self) -> list[Trial]:
-        return [self.runs[index] for index in sorted(self.runs)]
+        return [trial for _, trial in sorted(self.runs.items())]
 
     def sample(self) -> Sample:
         """Return the finished runs that have a throughput."""
-        kept = [index for index in sorted(self.runs) if self.runs[index].samples_per_s is not None]
-        active, inactive = parity_gates.split_by_effect([self.runs[index] for index in kept])
+        kept = {number: trial for number, trial in sorted(self.runs.items()) if trial.samples_per_s is not None}
+        active, inactive = parity_gates.split_by_effect([*kept.values()])
         return Sample(
             name=self.name,
-            samples_per_s=tuple(self.runs[index].samples_per_s or 0 for index in kept),
-            places=tuple(self.places[index] for index in kept),
+            samples_per_s=tuple(trial.samples_per_s or 0 for trial in kept.values()),
+            places=tuple(self.places[number] for number in kept),
             active_rungs=active,
             inactive_rungs=inactive,
             changed_rungs=self.changed_rungs,
             changes_more=bool(self.changed_keys),
-            queue_error_pct=max((_read_queue_error_pct(self.runs[index]) for index in kept), default=0.0),
+            queue_error_pct=max(map(_read_queue_error_pct, kept.values()), default=0.0),
         )
 
 
@@ -299,9 +299,8 @@ class Experiment:
 
     def outcome(self, side: Side) -> Outcome:
         """Judge whether this arm is the same training as the base, from the runs so far."""
-        pairs = [
-            (self.base.runs[number], side.runs[number]) for number in sorted(side.runs) if number in self.base.runs
-        ]
+        base = self.base.runs
+        pairs = [(base[number], trial) for number, trial in sorted(side.runs.items()) if number in base]
         return parity_gates.judge_parity(pairs, side.gradient, self.parity_class(side))
 
     def _is_hopeless(self, side: Side) -> bool:

@@ -59,13 +59,7 @@ class Measured:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        start: Start,
-        *,
-        warmup: int,
-        before: ClimbFile,
-        save: Callable[[], Any] = lambda: None,
+        self, runner: Runner, start: Start, *, warmup: int, before: ClimbFile, save: Callable[[], Any] = lambda: None
     ) -> None:
         self.runner, self.start, self.warmup, self.save = runner, start, warmup, save
         self.rows = list(before.rungs)
@@ -168,12 +162,7 @@ class Measured:
         self.start_s = min(pilot.start_s, self._known_start_s)
         batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
         choose = partial(
-            choose_length,
-            step_ms,
-            step_ms,
-            queued=pilot.queued,
-            batches_per_step=max(1.0, batches),
-            warmup=self.warmup,
+            choose_length, step_ms, step_ms, queued=pilot.queued, batches_per_step=max(1.0, batches), warmup=self.warmup
         )
         took = choose().up_to(self.ends_at)
         compile_s = max(map(estimate_first_start_s, list_ladders(self.start).values()), default=0.0)

@@ -229,8 +229,9 @@ def _compare_with_largest(
     rest, large_rest = (each.then.replayed_ms if each.then is not None else None for each in (prediction, large))
     better = (
         large.ended is None
-        and None not in (rest, large_rest)
-        and (large_rest or 0.0) < (rest or 0.0) * (1 - number.tolerance)
+        and rest is not None
+        and large_rest is not None
+        and large_rest < rest * (1 - number.tolerance)
     )
     taken = value if better else getattr(getattr(Ladder(), rung), number.field)
     return dataclasses.replace(large if better else prediction, tuned={f"rungs.{rung}.{number.field}": taken})

@@ -164,11 +164,8 @@ def check(command: Sequence[str]) -> None:
         )
     if shutil.which(command[0]) is None:
         if "=" in command[0]:
-            why, do = (
-                "exec takes no overrides",
-                "write them into a file: fastloop exec --config FILE.yaml -- python train.py",
-            )
-            raise ConfigError(got=repr(command[0]), why=why, do=do)
+            do = "write them into a file: fastloop exec --config FILE.yaml -- python train.py"
+            raise ConfigError(got=repr(command[0]), why="exec takes no overrides", do=do)
         if Path(command[0]).is_dir():
             raise make_folder_error(repr(command[0]), Path(command[0]))
         script, there = command[0].endswith(".py"), Path(command[0]).is_file()
