@@ -25,7 +25,7 @@ from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import ROOT, claim
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import UNWRITTEN, Job, Trial, clear, run_trial
+from fastloop.experiments.trials.trial import UNWRITTEN, Job, clear, run_trial
 from fastloop.ladder import collect_cards, list_left_out
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, Measurement
@@ -40,7 +40,7 @@ from fastloop.records.run_files import (
     load_verdicts,
 )
 from fastloop.records.store import is_file, load, read
-from fastloop.records.trial import DeviceRates, FlopCounts
+from fastloop.records.trial import DeviceRates, FlopCounts, Trial
 from fastloop.report.run import files, summary
 
 TRIALS, TRACE = "trials", "trace.json.gz"

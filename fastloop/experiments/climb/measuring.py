@@ -21,7 +21,6 @@ from fastloop.experiments.climb.candidates import (
 )
 from fastloop.experiments.climb.interface import Result, Runner
 from fastloop.experiments.climb.prediction import Context
-from fastloop.experiments.trials.trial import Variation
 from fastloop.judge.prediction import ABOVE, WORTH_PCT
 from fastloop.judge.statistics import Pool
 from fastloop.ladder import collect_cards
@@ -29,6 +28,7 @@ from fastloop.numbers import format_short
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, ClimbFile, Costs
 from fastloop.records.measurement import CEILINGS
+from fastloop.records.trial import Variation
 
 COPIES_SHOW = 0.01
 """Share of the step without loading: if copies take less, a trial without them is not worthwhile."""

@@ -21,13 +21,14 @@ from fastloop.experiments.climb.candidates import list_overrides
 from fastloop.experiments.climb.interface import Needs, Result, read_result
 from fastloop.experiments.climb.loop import CONFIRM_RUNS
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Trial, forget, read_finished
+from fastloop.experiments.trials.trial import forget, read_finished
 from fastloop.experiments.tune.search import KnownTimes, Search, Tuned
 from fastloop.judge import parity
 from fastloop.records.card import Stack
 from fastloop.records.climb import Confirmation
 from fastloop.records.experiment import Gate, Outcome, Sample
 from fastloop.records.plan import Parity
+from fastloop.records.trial import Trial
 
 MOST_NAMED = 3
 """A stack of more rungs is named after their number."""
