@@ -18,7 +18,6 @@ from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import WATCHED, Answer, Request, attaching
 from fastloop.config.loading import Config
 from fastloop.config.shipped import OF_RUN
-from fastloop.diagnose import is_beyond
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.trials.failures import make_failure, writing
@@ -29,6 +28,7 @@ from fastloop.numbers import format_short
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, DISTURBED
 from fastloop.records.plan import say_duration
+from fastloop.records.readings import is_beyond
 from fastloop.records.trial import Trial, Variation
 
 NAME = "headspace.json"
