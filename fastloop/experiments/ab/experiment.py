@@ -183,22 +183,18 @@ class Experiment:
     def _prepare(self) -> None:
         """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must
         be. For arms that change the batch, such a run shows how many of their steps see the same number of samples."""
-        auto = self.settings.steps is None
-        first = self.settings.first_steps or self.settings.steps
-        self._pilot_steps = pilot_steps = self.settings.warmup + PILOT_STEPS if auto else first
-        changes = any(side.changed_keys for side in self.sides)
-        needs_base = changes or not self._is_warm
-        wanted = [side for side in self.sides if auto or side.changed_keys or (side is self.base and needs_base)]
-        for side in wanted:
-            trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))
-            self.pilots[side.name] = trial
-            if not trial.ok:
-                side.failed = trial
-                if side is self.base:
-                    return
-        steps = self.settings.steps
+        steps, warmup = self.settings.steps, self.settings.warmup
+        self._pilot_steps = warmup + PILOT_STEPS if steps is None else self.settings.first_steps or steps
+        needs_base = not self._is_warm or any(side.changed_keys for side in self.sides)
+        for side in self.sides:
+            if steps is None or side.changed_keys or (side is self.base and needs_base):
+                trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=self._pilot_steps, warmup=warmup))
+                self.pilots[side.name] = trial
+                side.failed = None if trial.ok else trial
+            if self.base.out:
+                return
         if steps is None:
-            steps = self.settings.warmup + max(count_enough_steps(trial) for trial in self.pilots.values() if trial.ok)
+            steps = warmup + max(count_enough_steps(trial) for trial in self.pilots.values() if trial.ok)
         base_batch = _read_global_batch(self.pilots.get(self.base.name))
         for side in self.sides:
             own = _read_global_batch(self.pilots.get(side.name))

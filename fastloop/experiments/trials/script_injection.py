@@ -219,11 +219,11 @@ def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> s
         return f"fastloop cannot be imported by the Python of {name}: {last['broken'].why}"
     if "gave_up" in last:
         return f"fastloop was disabled in {name} by an error: {last['gave_up'].why}"
-    if "constructed" not in last and "fabric" in last:
-        return f"{name} uses Lightning's Fabric without a Trainer, so there is no loop to measure"
-    if "constructed" not in last and code:
-        return f"{name} ended{after} before it made a Trainer"
     if "constructed" not in last:
+        if "fabric" in last:
+            return f"{name} uses Lightning's Fabric without a Trainer, so there is no loop to measure"
+        if code:
+            return f"{name} ended{after} before it made a Trainer"
         hidden = "`python -I`, `-E` or a wrapper that resets PYTHONPATH hides it from fastloop"
         return f"{name} ended without creating a Trainer. If it does create one, {hidden}"
     if "yielded" in last and "fit" not in last:
