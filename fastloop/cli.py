@@ -18,7 +18,7 @@ from fastloop.commands import console
 from fastloop.commands.console import Answer, Request, get_attached
 from fastloop.errors import ConfigError
 from fastloop.records.secrets import make_scrubber
-from fastloop.records.store import Record
+from fastloop.records.store import Record, dump
 
 Given = TypeVar("Given", str, None, tuple[str, ...])
 
@@ -349,8 +349,6 @@ def _run_and_print(command: Callable[[], Answer], json_to: str | None, *, aside:
 def _write_json(content: Record | Mapping[str, Any] | None, json_to: str | None) -> None:
     if content is None or json_to is None:
         return
-    from fastloop.records.store import dump
-
     if json_to == "-":
         _print(dump(console.to_json(content), ascii_only=True), aside=False, end="")
     else:

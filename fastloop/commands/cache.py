@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, answer_without_run
 from fastloop.errors import ConfigError, NotApplicable
 from fastloop.feeds.cache import places, records, server
-from fastloop.records import store
 from fastloop.records.facts import format_bytes
+
+NOTHING = "there are no cached samples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,10 @@ def list_kept(*, path: str | None, url: str | None) -> Answer:
         ConfigError: there is no such directory, or the server does not answer.
     """
     rows = [kept.row for kept in _find(path, url)]
-    lines = [_describe(row) for row in rows] or ["there are no cached samples"]
+    lines = [_describe(row) for row in rows] or [NOTHING]
     if any(row["old"] for row in rows):
         lines.append("old: written by other versions and no longer used; fastloop cache clear NAME deletes them")
-    return Answer(text="\n".join(lines), json={"schema": store.SCHEMA, "run_dir": None, "caches": rows})
+    return answer_without_run("\n".join(lines), caches=rows)
 
 
 def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> Answer:
@@ -46,18 +47,13 @@ def clear_kept(names: Sequence[str], *, path: str | None, url: str | None) -> An
     found = _find(path, url)
     for name in names:
         if not any(kept.row["name"].startswith(name) for kept in found):
-            why = (
-                (f"the caches are {', '.join(kept.row['name'] for kept in found)}")
-                if found
-                else "there are no cached samples"
-            )
+            why = f"the caches are {', '.join(kept.row['name'] for kept in found)}" if found else NOTHING
             do = "write one of these names" if found else "see --path and --url for other places"
             raise ConfigError(got=f"cache {name!r}", why=why, do=do)
     chosen = [kept for kept in found if not names or kept.row["name"].startswith(tuple(names))]
     results = [{**kept.row, "removed": kept.clear()} for kept in chosen]
     lines = [f"{'removed' if row['removed'] else 'left, in use'}  {_describe(row)}" for row in results]
-    content = {"schema": store.SCHEMA, "run_dir": None, "caches": results}
-    return Answer(text="\n".join(lines) or "there are no cached samples", json=content)
+    return answer_without_run("\n".join(lines) or NOTHING, caches=results)
 
 
 def _find(path: str | None, url: str | None) -> list[_Kept]:

@@ -187,13 +187,7 @@ class Recorder:
             ladders=list_shipped(),
             times_loader=self.arm.plans_alone,
         )
-        self.climb = Climb(
-            runner,
-            start,
-            warmup=self.config.watch.warmup_steps,
-            before=self._before,
-            save=self.save,
-        )
+        self.climb = Climb(runner, start, warmup=self.config.watch.warmup_steps, before=self._before, save=self.save)
         return self.climb
 
     def content(self) -> ClimbFile:

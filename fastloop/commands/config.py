@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.bridge.fit.trainer_arguments import check_trainer_arguments
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, answer_without_run
 from fastloop.config.loading import Config, diff, load, require_checkpoint, require_recipe, show
 from fastloop.config.schema import check_keys, find_origin, spell
 from fastloop.config.shipped import KINDS
-from fastloop.records import store
 
 
 def show_config(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> Answer:
@@ -24,7 +23,7 @@ def show_config(conf: str, *, more: Sequence[str], overrides: Sequence[str]) -> 
     width = min(44, max(len(f"{key}: {spell(value)}") for key, value, _ in rows))
     text = "\n".join(f"{f'{key}: {spell(value)}':<{width}}  # {origin}" for key, value, origin in rows)
     values = [{"key": key, "value": value, "origin": str(origin)} for key, value, origin in rows]
-    return Answer(text=text, json={"schema": store.SCHEMA, "run_dir": None, "values": values})
+    return answer_without_run(text, values=values)
 
 
 def diff_configs(a: str, b: str) -> Answer:
@@ -32,7 +31,7 @@ def diff_configs(a: str, b: str) -> Answer:
     rows = diff(load(a, suggested=KINDS), load(b, suggested=KINDS))
     text = "\n".join(f"{key}: {spell(left)} -> {spell(right)}" for key, left, right in rows) or "no difference"
     content = [{"key": key, "a": left, "b": right} for key, left, right in rows]
-    return Answer(text=text, json={"schema": store.SCHEMA, "run_dir": None, "differences": content})
+    return answer_without_run(text, differences=content)
 
 
 # -- errors are found without importing the recipe or Lightning, since importing torch takes seconds -------------------

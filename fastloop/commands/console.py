@@ -39,6 +39,11 @@ class Answer:
     exit_code: int = 0
 
 
+def answer_without_run(text: str, **content: Any) -> Answer:
+    """Make the answer of a command that has no run directory."""
+    return Answer(text=text, json={"schema": store.SCHEMA, "run_dir": None, **content})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The options of every command that trains in separate processes."""

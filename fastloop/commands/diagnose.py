@@ -25,7 +25,7 @@ from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.trials.failures import make_failure, writing
 from fastloop.experiments.trials.run_directories import ROOT, claim
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import UNWRITTEN, Job, Trial, clear, run_trial
+from fastloop.experiments.trials.trial import UNWRITTEN, Job, clear, run_trial
 from fastloop.ladder import collect_cards, list_left_out
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, Measurement
@@ -40,7 +40,7 @@ from fastloop.records.run_files import (
     load_verdicts,
 )
 from fastloop.records.store import is_file, load, read
-from fastloop.records.trial import DeviceRates, FlopCounts
+from fastloop.records.trial import DeviceRates, FlopCounts, Trial
 from fastloop.report.run import files, summary
 
 TRIALS, TRACE = "trials", "trace.json.gz"
@@ -130,17 +130,23 @@ def _answer(
     notes: Sequence[str] = (),
     **more: Any,
 ) -> Answer:
-    """Make the answer from the records; findings are recomputed with the rules of this version."""
-    enabled = tuple(step.rung for step in plan.steps)
-    found = rules.list_findings(seen, collect_cards(), enabled, verdicts)
-    then, later = rules.list_next_steps(found, seen, collect_cards(), enabled)
+    """Make the answer from the records."""
+    found, then, later = _find(seen, plan, verdicts)
     report, proof = store.report_in(where), rerun.to_prove(found, rerun.name_base(where))
     lines = summary.write_lines(seen, plan, verdicts, found, report, name, then, later, proof)
     lines += [f"TRACE    {where / TRACE}"] if is_file(where / TRACE) else []
+    lines += [f"NOTE     {note}" for note in notes]
     record = RunRecord(run_dir=str(where), plan=PlanFile.of(plan), measurement=seen, verdicts=verdicts, findings=found)
-    return Answer(
-        text="\n".join([*lines, *(f"NOTE     {note}" for note in notes)]), json={**store.to_json(record), **more}
-    )
+    return Answer(text="\n".join(lines), json={**store.to_json(record), **more})
+
+
+def _find(
+    seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]
+) -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the findings by the rules of this version, and the rungs to try next and later."""
+    enabled = tuple(step.rung for step in plan.steps)
+    found = rules.list_findings(seen, collect_cards(), enabled, verdicts)
+    return found, *rules.list_next_steps(found, seen, collect_cards(), enabled)
 
 
 # -- a configuration --------------------------------------------------------------------------------------------------
@@ -214,9 +220,7 @@ def add_trial(seen: Measurement, trial: Trial) -> Measurement:
 
 def rewrite(where: Path, config: Config, seen: Measurement, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
     """Rewrite the files of a run that depend on its measurement."""
-    enabled = tuple(step.rung for step in plan.steps)
-    found: tuple[Finding, ...] = rules.list_findings(seen, collect_cards(), enabled, verdicts)
-    then, later = rules.list_next_steps(found, seen, collect_cards(), enabled)
+    found, then, later = _find(seen, plan, verdicts)
     contents = files.run_files(
         config_yaml="",
         changed_yaml=(where / "config.diff.yaml").read_text(encoding="utf-8"),

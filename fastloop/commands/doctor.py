@@ -164,9 +164,8 @@ def _check_version(name: str, version: str | None) -> Check:
         do = f'pip uninstall {name}; rotate all credentials this machine could read; pip install "{name}==2.6.6"'
         return _check("fail", name, f"{version} is a malicious release (GHSA-w37p-236h-pfx3)", do)
     if release < _release(low) or (high and release[:2] > _release(high)):
-        return _check(
-            "warn", name, f"{version}, tested with {span}", f"install {name} {span}, or check that rungs take effect"
-        )
+        do = f"install {name} {span}, or check that rungs take effect"
+        return _check("warn", name, f"{version}, tested with {span}", do)
     return _check("ok", name, version)
 
 
@@ -195,8 +194,7 @@ def _check_machine(environ: Mapping[str, str]) -> Iterator[Check]:
     more_files = "ulimit -n 65536: every batch in flight keeps files open"
     yield _check_enough("open files", machine.open_file_limit(), LEAST_OPEN_FILES, str, "no limit", more_files)
     yield _check_cache()
-    compiler = machine.find_cxx_compiler(environ)
-    if compiler:
+    if compiler := machine.find_cxx_compiler(environ):
         yield _check("ok", "C++ compiler", compiler)
     else:
         missing = f"no {environ.get('CXX') or 'g++'}: torch.compile cannot work"
@@ -217,14 +215,12 @@ def _format_gib(count_bytes: int | None) -> str:
 
 def _check_cache() -> Check:
     home = machine.find_cache_home()
-    nearest = next(
-        folder for folder in (home, *home.parents) if os.access(folder, os.F_OK)
-    )  # the missing part is created there
+    # A missing part is created there.
+    nearest = next(folder for folder in (home, *home.parents) if os.access(folder, os.F_OK))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return _check("ok", "cache directory", str(home))
-    return _check(
-        "warn", "cache directory", f"{home} cannot be written", "set XDG_CACHE_HOME to a directory you can write to"
-    )
+    do = "set XDG_CACHE_HOME to a directory you can write to"
+    return _check("warn", "cache directory", f"{home} cannot be written", do)
 
 
 # ---------------------------------------------------------------- torch and GPUs
@@ -235,16 +231,11 @@ def _check_torch(found: Versions, gpus: Gpus, probe: TorchProbe | None, environ:
         yield _check("info", "torch and CUDA", "not checked: a package above is malicious or missing")
         return
     if probe.trouble:
-        yield _check(
-            "fail",
-            "torch and CUDA",
-            probe.trouble,
-            "run python -c 'import torch' to see the error, then reinstall torch",
-        )
+        do = "run python -c 'import torch' to see the error, then reinstall torch"
+        yield _check("fail", "torch and CUDA", probe.trouble, do)
         return
     yield _check_cuda(gpus, probe)
-    visible = _check_visibility(gpus, probe, environ.get("CUDA_VISIBLE_DEVICES"))
-    if visible:
+    if (visible := _check_visibility(gpus, probe, environ.get("CUDA_VISIBLE_DEVICES"))) is not None:
         yield visible
     if probe.cuda_available and "triton" in found:
         yield _check("ok", "triton", found["triton"])
@@ -266,9 +257,7 @@ def _check_cuda(gpus: Gpus, probe: TorchProbe) -> Check:
 def _check_visibility(gpus: Gpus, probe: TorchProbe, variable: str | None) -> Check | None:
     """Check that torch sees as many devices as CUDA_VISIBLE_DEVICES lists, or if unset, as NVML counts."""
     if variable is None:
-        if probe.device_count >= len(gpus) or any(
-            gpu.mig_enabled for gpu in gpus
-        ):  # CUDA counts MIG slices differently
+        if probe.device_count >= len(gpus) or any(gpu.mig_enabled for gpu in gpus):  # CUDA counts slices differently
             return None
         do = "compare with nvidia-smi -L: the driver or the container hides some from CUDA"
         return _check("warn", "visible devices", f"torch sees {probe.device_count} of {len(gpus)}", do)

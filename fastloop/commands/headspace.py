@@ -18,7 +18,6 @@ from fastloop.commands.config import check_without_torch
 from fastloop.commands.console import WATCHED, Answer, Request, attaching
 from fastloop.config.loading import Config
 from fastloop.config.shipped import OF_RUN
-from fastloop.diagnose import is_beyond
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.arms import Progress
 from fastloop.experiments.trials.failures import make_failure, writing
@@ -29,6 +28,7 @@ from fastloop.numbers import format_short
 from fastloop.records import store
 from fastloop.records.measurement import CEILINGS, DISTURBED
 from fastloop.records.plan import say_duration
+from fastloop.records.readings import is_beyond
 from fastloop.records.trial import Trial, Variation
 
 NAME = "headspace.json"
@@ -143,13 +143,11 @@ def headspace(conf: str, asked: Request, progress: Progress) -> Answer:
 
 def _refuse_run(where: Path) -> ConfigError:
     conf = rerun.find_configuration(where)
-    do = (
-        f"run fastloop headspace {conf}"
-        if conf is not None
-        else f"name a configuration with a recipe; {OF_RUN} of this run has none"
-    )
+    none = f"name a configuration with a recipe; {OF_RUN} of this run has none"
     return ConfigError(
-        got=f"the run directory {where}", do=do, why="measuring ceilings means training, which needs a configuration"
+        got=f"the run directory {where}",
+        why="measuring ceilings means training, which needs a configuration",
+        do=none if conf is None else f"run fastloop headspace {conf}",
     )
 
 
@@ -193,13 +191,12 @@ def read_ceiling(
     rate = trial.samples_per_s
     if rate is None or baseline is None:
         return Ceiling(samples_per_s=rate, why="the run was too short to measure a rate")
+    doubt = "window too short" if trial.window_too_short else None
     if rate < DISTURBED * baseline:
-        return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_SLOW)
-    if _is_too_fast(trial.name, rate, baselines):
-        return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=TOO_FAST)
-    return Ceiling(
-        samples_per_s=rate, ratio=rate / baseline, why="window too short" if trial.window_too_short else None
-    )
+        doubt = TOO_SLOW
+    elif _is_too_fast(trial.name, rate, baselines):
+        doubt = TOO_FAST
+    return Ceiling(samples_per_s=rate, ratio=rate / baseline, why=doubt)
 
 
 def _doubt_below_replayed(found: Mapping[str, Ceiling], noise: float) -> dict[str, Ceiling]:

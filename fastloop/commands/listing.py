@@ -6,14 +6,13 @@ import ast
 import dataclasses
 import inspect
 
-from fastloop.commands.console import Answer
+from fastloop.commands.console import Answer, answer_without_run
 from fastloop.config.schema import spell
 from fastloop.config.shipped import find_shipped
 from fastloop.config.suggestions import find_nearest
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab import passports
 from fastloop.ladder import Ladder, read_manual
-from fastloop.records import store
 
 
 def list_recipes() -> Answer:
@@ -24,7 +23,7 @@ def list_recipes() -> Answer:
         found[name] = (ast.get_docstring(source) or "").partition("\n")[0]
     text = "\n".join(f"{name:<10} {line}" for name, line in found.items())
     content = [{"name": name, "summary": line} for name, line in found.items()]
-    return Answer(text=text, json={"schema": store.SCHEMA, "run_dir": None, "recipes": content})
+    return answer_without_run(text, recipes=content)
 
 
 def list_rungs(name: str | None) -> Answer:
@@ -37,10 +36,7 @@ def list_rungs(name: str | None) -> Answer:
     if name is None:
         rows = {rung: read_manual(rung).partition("\n")[0] for rung in ladder}
         content = [{"name": rung, "summary": line} for rung, line in rows.items()]
-        return Answer(
-            text="\n".join(f"{rung:<10} {line}" for rung, line in rows.items()),
-            json={"schema": store.SCHEMA, "run_dir": None, "rungs": content},
-        )
+        return answer_without_run("\n".join(f"{rung:<10} {line}" for rung, line in rows.items()), rungs=content)
     if name not in ladder:
         near = find_nearest(name, ladder)
         yet = "this version does not have it yet; " if name in Ladder.coming else ""
@@ -54,12 +50,5 @@ def list_rungs(name: str | None) -> Answer:
     lines = [read_manual(name), "", inspect.cleandoc(type(rung).__doc__ or ""), "", *passports.describe(name)]
     lines += ["", f"rungs.{name}:"]
     lines += [f"  {field}: {spell(value)}" for field, value in settings.items()]
-    page = {
-        "schema": store.SCHEMA,
-        "run_dir": None,
-        "name": name,
-        "manual": read_manual(name),
-        "settings": settings,
-        "passports": passports.load(name),
-    }
-    return Answer(text="\n".join(lines), json=page)
+    page = {"name": name, "manual": read_manual(name), "settings": settings, "passports": passports.load(name)}
+    return answer_without_run("\n".join(lines), **page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from fastloop.config.loading import load
 from fastloop.config.shipped import OF_RUN, find_shipped
 from fastloop.errors import ConfigError
 from fastloop.experiments.ab.script_arms import runs_under_this_python
+from fastloop.experiments.climb.candidates import list_overrides
 from fastloop.records.card import Patch
 from fastloop.records.plan import Finding
 from fastloop.records.run_files import load_environment
@@ -54,12 +54,7 @@ def to_prove(found: Sequence[Finding], base: str) -> str | None:
         return None
     rungs = patch.get("rungs") or {}
     named = [rung for rung, settings in rungs.items() if settings == {"enabled": True}]
-    keys = [
-        f"rungs.{rung}.{key}={json.dumps(value)}"
-        for rung, settings in rungs.items()
-        if rung not in named
-        for key, value in settings.items()
-    ]
+    keys = list_overrides({rung: settings for rung, settings in rungs.items() if rung not in named})
     return f"fastloop ab {base} --vs {','.join([*named, *keys])}"
 
 

@@ -5,6 +5,7 @@ Torch is imported only in the child, and everything that the child starts ends w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -132,11 +133,9 @@ def _answer_of_child(code: str, *arguments: str, limit_s: float) -> dict[str, An
             env={**os.environ, "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1"},
         )
         lines = Path(folder, STDOUT).read_text(encoding="utf-8", errors="replace").splitlines()
-    late = ended.seconds > limit_s
-    try:
-        if not late:
+    why = f"no answer within {limit_s:g} s"
+    if ended.seconds <= limit_s:
+        with contextlib.suppress(IndexError, ValueError):
             return dict(json.loads(lines[-1]))
-    except (IndexError, ValueError):
-        pass
-    why = f"no answer within {limit_s:g} s" if late else f"exit code {ended.code} and no answer"
+        why = f"exit code {ended.code} and no answer"
     raise NoAnswer(": ".join([why, *ended.tail.splitlines()[-3:]]))

@@ -23,6 +23,7 @@ from fastloop.records import store
 from fastloop.records.tuning import TuningFile
 from fastloop.records.yaml_text import dump_yaml
 from fastloop.report.drawing.html import draw_reports
+from fastloop.report.experiments import tune_report
 
 NAME, PATCH = "tune.json", "patch.yaml"
 
@@ -61,8 +62,10 @@ def tune(conf: str, what: str, asked: Request, progress: Progress) -> Answer:
             attach(failure, tuned)
             raise failure
         _write(path, tuned)
-    text = "\n".join(_write_answer(tuned))
-    return Answer(text=text, json=store.to_json(tuned), exit_code=0 if tuned.failed is None else 1)
+    lines = tune_report.write_lines(tuned)
+    if tuned.patch is not None:
+        lines += ["", dump_yaml(tuned.patch).rstrip("\n")]
+    return Answer(text="\n".join(lines), json=store.to_json(tuned), exit_code=0 if tuned.failed is None else 1)
 
 
 def _write_partial(where: Path, tuned: Tuned, error: BaseException) -> None:
@@ -73,17 +76,7 @@ def _write_partial(where: Path, tuned: Tuned, error: BaseException) -> None:
             _write(where, tuned)
 
 
-def _write_answer(content: TuningFile) -> list[str]:
-    """Return the answer for the terminal: verdict first, patch last."""
-    from fastloop.report.experiments import tune_report
-
-    answer = tune_report.write_lines(content)
-    return answer if content.patch is None else [*answer, "", dump_yaml(content.patch).rstrip("\n")]
-
-
 def _write(where: Path, content: TuningFile) -> None:
-    from fastloop.report.experiments import tune_report
-
     store.save(where, {NAME: content})  # first: drawing the reports takes seconds
     written = draw_reports(tune_report.make_document(content))
     if content.patch is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from fastloop.diagnose.attribution import COMPUTE, WORTH_NAMING_PCT, Attribution, Inside
 from fastloop.diagnose.finding import ORDINARY_MS, weigh
 from fastloop.diagnose.remedies import NO_RUNG, Remedy, Rungs
@@ -44,6 +47,19 @@ MOST_LOOP_MS = 2.0
 """More time than this between a batch's hooks is not just Lightning's own loop."""
 WORTH_SAYING = 0.1
 """Smallest share of ``host_other`` that is listed separately."""
+LOG_LESS = "run them every N steps (log_every_n_steps, a callback's own interval)"
+SYNC_LESS = (
+    "with sync_dist=True each self.log waits for all ranks: on_step=False, on_epoch=True reduces once an epoch; or drop"
+    " sync_dist in training"
+)
+MOVE_HOOK = (
+    "most of it is your batch transfer hook: move that work into the dataset or collate function, where workers do it"
+    " ahead of time, or onto the GPU"
+)
+SCHEDULE_LESS = (
+    "most of it is the step of your learning rate scheduler: make it cheaper, or let it step each epoch"
+    ' ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"), which changes its schedule'
+)
 LEAVE_CPUS = Remedy(
     None,
     "the CPUs were oversubscribed, which makes such work take several times as long: use fewer threads and workers, end"
@@ -162,42 +178,36 @@ def _describe_source(step: Attribution, inside: Inside) -> tuple[str, str]:
 
 def find_callbacks_logging(step: Attribution, rungs: Rungs) -> Finding | None:
     """Find slow hooks of callbacks and of the module, including logging."""
-    spent, worth = step.parts_ms.get("callbacks_logging"), WORTH_NAMING_PCT if step.on_gpu else CPU_WORTH_PCT
+    spent, worth = step.parts_ms.get("callbacks_logging", 0.0), WORTH_NAMING_PCT if step.on_gpu else CPU_WORTH_PCT
     cost = weigh(step, "callbacks_logging", spent, worth_pct=worth, least_ms=ORDINARY_MS)
     if cost is None:
         return None
-    hooks = {name: min(to_number(ms) or 0.0, spent or 0.0) for name, ms in step.measured.hooks_ms.items()}
-    slow = sorted(((ms, name) for name, ms in hooks.items()), reverse=True)[:3]
-    culprits = [f"{name} {ms:.2f} ms" for ms, name in slow if ms]
-    if culprits:
-        hook = slow[0][1].rpartition(".")[2]
-        culprits[0] += _describe_line(step, slow[0][0], CALLED.get(hook, hook))
-    slowest = f" (slowest: {'; '.join(culprits)})" if culprits else ""
-    facts = f"hooks and logging blocked the {step.device} for {cost.time}{slowest}"
-    is_logging, is_short = _is_mostly(hooks, ("self.log",)), _may_be_loop(step, spent or 0.0)
-    title, cause = "", "log_calls" if is_logging and is_short else None
-    requested = _advise_no_garbage(step, spent or 0.0)
-    advice = requested or "run them every N steps (log_every_n_steps, a callback's own interval)"
+    hooks = {name: min(to_number(ms) or 0.0, spent) for name, ms in step.measured.hooks_ms.items()}
+    facts = f"hooks and logging blocked the {step.device} for {cost.time}{_describe_slowest(step, hooks)}"
     if _is_mostly(hooks, HOOKS_AROUND_TRANSFER):
-        title = "HELD UP BY A TRANSFER HOOK"
-        advice = (
-            "most of it is your batch transfer hook: move that work into the dataset or collate function, where workers"
-            " do it ahead of time, or onto the GPU"
-        )
-    elif step.measured.world_size > 1 and is_logging:
-        advice = (
-            "with sync_dist=True each self.log waits for all ranks: on_step=False, on_epoch=True reduces once an epoch;"
-            " or drop sync_dist in training"
-        )
-    elif _is_mostly(hooks, SCHEDULER):
-        title = "HELD UP BY LR SCHEDULER"
-        advice = (
-            "most of it is the step of your learning rate scheduler: make it cheaper, or let it step each epoch"
-            ' ("interval": "epoch" in configure_optimizers) or every N steps ("frequency"), which changes its schedule'
-        )
-    elif is_logging and not is_short and is_crowded(step.measured):
+        return cost.explain(facts, _choose(step, rungs, None, MOVE_HOOK), title="HELD UP BY A TRANSFER HOOK")
+    if _is_mostly(hooks, SCHEDULER):
+        return cost.explain(facts, _choose(step, rungs, None, SCHEDULE_LESS), title="HELD UP BY LR SCHEDULER")
+    advice = _advise_no_garbage(step, spent) or LOG_LESS
+    if not _is_mostly(hooks, ("self.log",)):
+        return cost.explain(facts, _choose(step, rungs, None, advice))
+    is_short, has_ranks = _may_be_loop(step, spent), step.measured.world_size > 1
+    if is_crowded(step.measured) and not is_short and not has_ranks:
         return cost.explain(facts, LEAVE_CPUS)
-    return cost.explain(facts, _choose(step, rungs, cause, advice), title=title)
+    cause = "log_calls" if is_short else None
+    return cost.explain(facts, _choose(step, rungs, cause, SYNC_LESS if has_ranks else advice))
+
+
+def _describe_slowest(step: Attribution, hooks: Mapping[str, float]) -> str:
+    """Describe the three slowest hooks, the first one with its slowest line; empty if none took any time."""
+    slow = sorted(((ms, name) for name, ms in hooks.items() if ms), reverse=True)[:3]
+    if not slow:
+        return ""
+    texts = [f"{name} {ms:.2f} ms" for ms, name in slow]
+    ms, name = slow[0]
+    hook = name.rpartition(".")[2]
+    texts[0] += _describe_line(step, ms, CALLED.get(hook, hook))
+    return f" (slowest: {'; '.join(texts)})"
 
 
 def _may_be_loop(step: Attribution, ms: float) -> bool:
@@ -224,44 +234,50 @@ def find_host_other(step: Attribution, rungs: Rungs) -> Finding | None:
     if (cost := weigh(step, "host_other", off + loop + aside)) is None:
         return None
     garbage = min(garbage, loop)
-    costs = [
-        (
-            off,
-            f"in forward, backward and optimizer the host slept or waited for {step.format_ms(off)}"
-            f"{_describe_phase(step)}{_describe_line(step, off, *WORK) if off >= aside else ''}",
-            "move what sleeps, reads or waits out of the step",
-            None,
-        ),
-        (
-            garbage,
-            f"garbage collection took {step.format_ms(garbage)}{_describe_passes(step)}",
-            COLLECT_LESS,
-            "garbage",
-        ),
-        (
-            loop - garbage,
-            f"the loop's own work between its hooks took {step.format_ms(loop - garbage)}",
-            "py-spy or a profiler shows what Python does there",
-            "loop" if _may_be_loop(step, loop - garbage) else None,
-        ),
-        (
-            aside,
-            f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
-            f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients"
-            f"{_describe_line(step, aside, TRAINING_STEP) if aside > off else ''}",
-            _advise_no_garbage(step, aside)
-            or "log and compute metrics only every N steps, and prepare data in the dataset; cache the outputs of"
-            f" frozen parts for repeated samples{_point_to_lines(step, aside)}",
-            None,
-        ),
-    ]
-    costs.sort(key=lambda each: -each[0])
-    facts = "; ".join(words for ms, words, *_ in costs if ms >= WORTH_SAYING * (off + loop + aside))
-    title = "WORK WITHOUT GRADIENTS" if costs[0][0] == aside else ""
-    most, _, advice, cause = costs[0]
-    is_slow_loop = cause is None and most == loop - garbage
-    remedy = LEAVE_CPUS if is_slow_loop and is_crowded(step.measured) else _choose(step, rungs, cause, advice)
-    return cost.explain(facts, remedy, title=title)
+    own = loop - garbage
+    asleep = _Part(
+        off,
+        f"in forward, backward and optimizer the host slept or waited for {step.format_ms(off)}"
+        f"{_describe_phase(step)}{_describe_line(step, off, *WORK) if off >= aside else ''}",
+        "move what sleeps, reads or waits out of the step",
+    )
+    collecting = _Part(
+        garbage,
+        f"garbage collection took {step.format_ms(garbage)}{_describe_passes(step)}",
+        COLLECT_LESS,
+        "garbage",
+    )
+    looping = _Part(
+        own,
+        f"the loop's own work between its hooks took {step.format_ms(own)}",
+        "py-spy or a profiler shows what Python does there",
+        "loop" if _may_be_loop(step, own) else None,
+    )
+    besides = _Part(
+        aside,
+        f"training_step takes {step.format_ms(step.parts_ms.get('forward', 0.0))}, its backward only"
+        f" {step.parts_ms.get('backward', 0.0):.1f}: about {aside:.1f} ms of it is work without gradients"
+        f"{_describe_line(step, aside, TRAINING_STEP) if aside > off else ''}",
+        _advise_no_garbage(step, aside)
+        or "log and compute metrics only every N steps, and prepare data in the dataset; cache the outputs of frozen"
+        f" parts for repeated samples{_point_to_lines(step, aside)}",
+    )
+    parts = sorted((asleep, collecting, looping, besides), key=lambda part: -part.ms)
+    most = parts[0]
+    facts = "; ".join(part.facts for part in parts if part.ms >= WORTH_SAYING * (off + loop + aside))
+    if most is looping and looping.cause is None and is_crowded(step.measured):
+        return cost.explain(facts, LEAVE_CPUS)
+    title = "WORK WITHOUT GRADIENTS" if most is besides else ""
+    return cost.explain(facts, _choose(step, rungs, most.cause, most.advice), title=title)
+
+
+class _Part(NamedTuple):
+    """A part of ``host_other``, and the cause that a rung may help against."""
+
+    ms: float
+    facts: str
+    advice: str
+    cause: str | None = None
 
 
 def _find_aside(step: Attribution) -> float:

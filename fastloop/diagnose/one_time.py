@@ -7,7 +7,7 @@ nothing to compare with, would hide that the run became slower.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastloop.diagnose.attribution import WORTH_NAMING_PCT, StepParts
 from fastloop.diagnose.finding import compute_gain_bound_pct
@@ -60,14 +60,6 @@ def find_storm(seen: Measurement, rungs: Rungs, step: StepParts | None) -> Findi
 # -- slower than without the rung, in the run's own steps ------------------------------------------------------------
 
 
-class Slowdown(NamedTuple):
-    """By how many milliseconds forward and backward of a batch are slower with rungs than without, and the text."""
-
-    more_ms: float
-    rungs: list[str]
-    facts: str
-
-
 def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | None:
     """Find the rung that makes the run slower, beyond noise; None if there is none, or if it is unknown.
 
@@ -76,19 +68,20 @@ def find_slowdown(seen: Measurement, verdicts: Sequence[Verdict]) -> Finding | N
     """
     active = [verdict for verdict in verdicts if verdict.took]
     looked = seen.evidence.get("second_look") or {}
-    looked_at = [verdict.rung for verdict in active if verdict.rung in (looked.get("rungs") or ())]
-    found = _read_look(looked, looked_at) if looked_at else None
+    rungs = [verdict.rung for verdict in active if verdict.rung in (looked.get("rungs") or ())]
+    name = " or ".join(rungs)
+    found = _read_look(looked, name) if rungs else None
     if found is None:
         return _find_worker_loss(seen, active)
-    name, facts = " or ".join(found.rungs), found.facts
-    share = _compute_share_pct(seen, found.more_ms)
+    more_ms, facts = found
+    share = _compute_share_pct(seen, more_ms)
     return Finding(
         bottleneck="compute_bound",
         share_pct=share,
         why=f"{facts}; switch {name} off",
-        patch={"rungs": {rung: {"enabled": False} for rung in found.rungs[:1]}},
+        patch={"rungs": {rungs[0]: {"enabled": False}}},
         ceiling_gain_pct=None if share is None else compute_gain_bound_pct(share),
-        title=f"SLOWER WITH {found.rungs[0].upper()}",
+        title=f"SLOWER WITH {rungs[0].upper()}",
         alarm=facts,
     )
 
@@ -130,9 +123,9 @@ def _compute_share_pct(seen: Measurement, more_ms: float) -> float | None:
     return 100 * min(more_ms * count_micro_batches(seen), most_ms) / step_ms
 
 
-def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
-    """Read the comparison of batches with and without these rungs; None unless it is slower with them, by the margin at
-    which a rung is switched off."""
+def _read_look(looked: Mapping[str, Any], name: str) -> tuple[float, str] | None:
+    """Return by how many milliseconds forward and backward of a batch are slower with the rungs of this name than
+    without, and the text; None unless they are slower by the margin at which a rung is switched off."""
     keys = ("with_ms", "without_ms", "low_ms", "high_ms", "n")
     with_ms, without_ms, low_ms, high_ms, n = (to_number(looked.get(key)) for key in keys)
     if with_ms is None or without_ms is None or low_ms is None or high_ms is None or n is None:
@@ -140,7 +133,7 @@ def _read_look(looked: Mapping[str, Any], rungs: list[str]) -> Slowdown | None:
     if not looked.get("is_slower"):
         return None
     facts = (
-        f"forward and backward take {with_ms:.1f} ms with {' or '.join(rungs)}, {without_ms:.1f} ms without"
+        f"forward and backward take {with_ms:.1f} ms with {name}, {without_ms:.1f} ms without"
         f" (n = {n:.0f} each, slower by {low_ms:.1f} to {high_ms:.1f} ms, 95 %)"
     )
-    return Slowdown(with_ms - without_ms, rungs, facts)
+    return with_ms - without_ms, facts

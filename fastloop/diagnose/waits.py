@@ -33,6 +33,7 @@ decoding is most of the work for an image. The third is for rungs that pick the 
 SEVERAL_THREADS = 4
 """Busy threads of a worker that are not just its own, the one that sends its batches, and the one that hands over the
 shared memory of their tensors (multiprocessing.resource_sharer)."""
+CHEAPER = "make samples and batches cheaper"
 MOSTLY = 2 / 3
 """Decoding is most of the work if it takes at least this share of the time for making a batch."""
 SAYS = {"trials": "measured by trials with and without it", "trace": "traced", "marks": "timed"}
@@ -94,32 +95,44 @@ def _advise_loading(seen: Measurement, number: str | None, refused: str | None) 
         refused: why a rung cannot help, if one might.
     """
     found = read_loader(seen)
-    count, cpus, most = found.get("num_workers"), found.get("usable_cpus"), count_possible_workers(seen)
+    count = found.get("num_workers")
     without: Mapping[str, str | None] = found.get("without_workers") or {}
-    if found.get("has_engine") and without:  # other loaders of the same training
-        return _advise_each(without, is_tried=number is not None)
     if found.get("has_engine"):
-        used = [to_number(each.get("threads")) or 0 for each in seen.evidence.values() if isinstance(each, Mapping)]
-        has_all = max(used) >= (cpus or math.inf)
-        cheaper = "make samples cheaper"
-        does = f"{cheaper}: all CPUs work on it" if has_all else f"give it more threads, or {cheaper}"
-        return f"the rung that loads these batches does not keep up; {found.get('engine_advice') or does}"
+        # Loaders without workers are others of the same training.
+        return _advise_each(without, is_tried=number is not None) if without else _advise_engine(seen)
     if count is None:
         return "this loader is not a DataLoader; prepare its batches ahead of time"
-    if any(isinstance(each, Mapping) and each.get("loss_ms") for each in seen.evidence.values()):
-        return "make samples and batches cheaper: taking batches from workers costs more than making them"
-    if count == 0 and not found.get("map_style") and not without:
+    if any(each.get("loss_ms") for each in seen.evidence.values()):
+        return f"{CHEAPER}: taking batches from workers costs more than making them"
+    if count:
+        return _advise_more_workers(seen, count, number)
+    if not found.get("map_style") and not without:
         return "an iterable dataset must be sharded in your code before it can have workers"
-    if count == 0 and not is_worth_handing_over(seen):
+    if not is_worth_handing_over(seen):
         return (
             f"workers would save too little: a batch takes {read_batch_ms(seen):.2f} ms to make, and taking it from a"
             f" worker would cost up to {find_hand_over_ms(seen):g} ms; give the dataset a __getitems__ that makes a"
             " whole batch at once"
         )
-    if count == 0 and without:
+    if without:
         return _advise_each(without, is_tried=number is not None)
-    if count == 0:
-        return "make samples and batches cheaper" if refused is None else f"{refused}; make samples and batches cheaper"
+    return CHEAPER if refused is None else f"{refused}; {CHEAPER}"
+
+
+def _advise_engine(seen: Measurement) -> str:
+    """Return advice about a rung that loads the batches in place of the loader."""
+    found = read_loader(seen)
+    used = max(to_number(each.get("threads")) or 0 for each in seen.evidence.values())
+    cheaper = "make samples cheaper"
+    has_all = used >= (found.get("usable_cpus") or math.inf)
+    does = f"{cheaper}: all CPUs work on it" if has_all else f"give it more threads, or {cheaper}"
+    return f"the rung that loads these batches does not keep up; {found.get('engine_advice') or does}"
+
+
+def _advise_more_workers(seen: Measurement, count: int, number: str | None) -> str:
+    """Return advice about a loader that has workers, but too few or too slow ones."""
+    found, most = read_loader(seen), count_possible_workers(seen)
+    cpus = found.get("usable_cpus")
     threads = found.get("worker_threads") or 0
     if threads >= SEVERAL_THREADS and count * threads > (cpus or math.inf):
         return (
@@ -151,7 +164,7 @@ def _advise_each(without_workers: Mapping[str, str | None], *, is_tried: bool) -
     can = "set its num_workers"
     whys = {each: why or (None if is_tried else can) for each, why in without_workers.items()}
     obstacles = [f"your loader {each} has no workers: {why}" for each, why in whys.items() if why is not None]
-    return "; ".join([*obstacles, *([] if can in whys.values() else ["make samples and batches cheaper"])])
+    return "; ".join([*obstacles, *([] if can in whys.values() else [CHEAPER])])
 
 
 def find_h2d(step: Attribution, rungs: Rungs) -> Finding | None:

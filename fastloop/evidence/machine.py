@@ -24,6 +24,8 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
+from fastloop.records.secrets import mask_secrets
+
 Reading = TypeVar("Reading")
 
 ROOT = Path("/")
@@ -147,9 +149,8 @@ def read_memory_free_bytes(root: Path = ROOT) -> int | None:
         used = dict(line.split(" ", 1) for line in _read_text(group / "memory.stat").splitlines() if " " in line)
         names = ("total_rss", "total_shmem") if "total_rss" in used else ("anon", "shmem")  # version 1, or 2
         rooms.append(max(0, limit - sum(int(used.get(name, 0)) for name in names)))
-    for line in _read_text(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            rooms.append(int(line.split()[1]) * 1024)
+    lines = _read_text(root / "proc/meminfo").splitlines()
+    rooms += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return min(rooms, default=None)
 
 
@@ -345,8 +346,6 @@ def find_bare_distribution() -> Literal["ours", "stranger"] | None:
 
 def read_environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     """The content of ``env.json``, secrets masked; the caller fills in ``torch_flags`` if it has loaded torch."""
-    from fastloop.records.secrets import mask_secrets
-
     readings = list_gpus()
     chosen = (name for name in sorted(environ) if name.startswith(VARIABLE_PREFIXES) or name in VARIABLE_NAMES)
     commit = _ask_git("rev-parse", "HEAD")
@@ -368,8 +367,7 @@ def read_environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[st
         "variables": {name: environ[name] for name in chosen if name not in UNMARKED_SECRETS},
         "torch_flags": None,
     }
-    masked: dict[str, Any] = mask_secrets(record)
-    return masked
+    return dict(mask_secrets(record))
 
 
 def _ask_git(*arguments: str) -> str | None:

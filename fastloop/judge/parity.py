@@ -68,7 +68,7 @@ def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Pari
         return _make_untestable("gradient", why)
     known = (each for each in (base.precision, arm.precision) if each in TAU)
     coarsest = max(known, key=lambda each: TAU[each], default="fp32")
-    noise, rounding = base.self_deviation or 0.0, _find_rounding(base.rounding, coarsest)
+    rounding = _find_rounding(base.rounding, coarsest)
     if not base.finite:
         return _make_untestable("gradient", "the base's own gradient is not finite")
     seen = _describe_distance(base, arm, arm, coarsest, rounding)
@@ -78,7 +78,7 @@ def judge_gradient(base: GradientAnswer, arm: GradientAnswer, parity_class: Pari
         why = f"{_join_names(arm.lost)} got no gradient in this arm, but did in the base"
         return _make_gate("gradient", False, why, **seen)
     if parity_class == "exact" and arm.deviation <= seen["limit"]:
-        return _judge_exact(base.self_deviation, noise, seen)
+        return _judge_exact(base.self_deviation, seen)
     first = _weigh(base, arm, arm, coarsest, rounding)
     if first.passed is not None or arm.steady is None or arm.steady.deviation is None:
         return first
@@ -140,12 +140,13 @@ def _describe_clipping(base: GradientAnswer, arm: GradientAnswer) -> dict[str, s
     return {"note": ", ".join(notes)}
 
 
-def _judge_exact(repeats: float | None, noise: float, seen: dict[str, Any]) -> Gate:
-    """The gate for an arm that promises the same bits."""
-    seen, said = {**seen, "limit": 0.0, "visible": noise}, f"the gradient deviates by {seen['deviation']:.2g}"
+def _judge_exact(noise: float | None, seen: dict[str, Any]) -> Gate:
+    """The gate for an arm that promises the same bits; `noise` is how far the base's repetitions are apart."""
+    seen = {**seen, "limit": 0.0, "visible": noise or 0.0}
+    said = f"the gradient deviates by {seen['deviation']:.2g}"
     if seen["deviation"] == 0:
         return _make_gate("gradient", True, "the gradient is bit-identical", **seen)
-    if repeats is None or noise > 0:
+    if noise is None or noise > 0:
         why = f"{said}, but the base's own gradient does not repeat bit for bit either"
         return _make_untestable("gradient", why, **seen)
     return _make_gate("gradient", False, f"{said}, but this arm promises bit-identical results", **seen)

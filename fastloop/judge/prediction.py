@@ -36,12 +36,13 @@ def predict_ms(now: Costs, then: Costs) -> float | None:
     if rest is None or rest_then is None or not rest:
         return None
     loader = _estimate_loader_ms(now, rest)
-    loader_then = _estimate_loader_ms(now, rest) if then.loader_ms == now.loader_ms else then.loader_ms
-    if loader_then is None or (then.beside != now.beside and then.loader_ms is None):
-        return None
-    if then.beside != now.beside:
-        return then.outside_ms + _combine(rest_then, loader_then, _estimate_host_ms(now, rest, loader), then.beside)
     host = _estimate_host_ms(now, rest, loader)
+    loader_then = loader if then.loader_ms == now.loader_ms else then.loader_ms
+    moves = then.beside != now.beside
+    if loader_then is None or (moves and then.loader_ms is None):
+        return None
+    if moves:
+        return then.outside_ms + _combine(rest_then, loader_then, host, then.beside)
     explained = _combine(rest, loader, host, now.beside)
     missed = now.core_ms / explained if explained else 1.0
     host = rest_then if host >= rest / NEAR else min(host, rest_then)
@@ -65,11 +66,8 @@ def compute_ceilings_ms(costs: Costs) -> dict[str, float]:
     rests = [cost for cost in (costs.replayed_ms, costs.resident_ms) if cost is not None]
     if rests:
         found["feed"] = max(0.0, costs.core_ms - min(rests))
-    if (
-        costs.alone_ms is not None
-        and (gain := predict_saved_ms(costs, costs.but(replayed_ms=costs.alone_ms))) is not None
-    ):
-        found["sync"] = max(0.0, gain)
+    if (visible_ms := predict_saved_ms(costs, costs.but(replayed_ms=costs.alone_ms))) is not None:
+        found["sync"] = max(0.0, visible_ms)
     least = 1e-6 if costs.mfu is None else min(1.0, costs.mfu)
     floor = None if costs.replayed_ms is None else costs.replayed_ms * least
     gain = predict_saved_ms(costs, costs.but(replayed_ms=floor))

@@ -17,11 +17,7 @@ _NEARLY = 3 / 4
 
 
 def judge_ledger(
-    pairs: Sequence[tuple[Ledger, Ledger]],
-    *,
-    regrouped: bool,
-    reshuffled: bool,
-    parity_class: Parity,
+    pairs: Sequence[tuple[Ledger, Ledger]], *, regrouped: bool, reshuffled: bool, parity_class: Parity
 ) -> Gate:
     """Whether both arms fed the same samples to the same optimizer steps.
 

@@ -108,14 +108,8 @@ def compute_mde_pct(sd: float, n_a: int, n_b: int, dof: int, alpha: float = ALPH
 
     ``(t(1 - alpha/2) + t(POWER)) * sd * sqrt(1/n_a + 1/n_b)`` on the logarithmic scale.
     """
-    return 100 * (
-        _exponentiate(
-            (_compute_t_quantile(dof, 1 - alpha / 2) + _compute_t_quantile(dof, POWER))
-            * sd
-            * math.sqrt(1 / n_a + 1 / n_b)
-        )
-        - 1
-    )
+    reach = _compute_t_quantile(dof, 1 - alpha / 2) + _compute_t_quantile(dof, POWER)
+    return 100 * (_exponentiate(reach * sd * math.sqrt(1 / n_a + 1 / n_b)) - 1)
 
 
 def compute_error_rate(runs: Runs, arms: int = 1) -> float:

@@ -29,7 +29,7 @@ class PrefixFacts:
 
 
 Follows = Literal["batches", "epochs", "nothing"]
-"""From when on other objects in the dataset count in a loader: the next batch, the next epoch, or never."""
+"""When a loader begins to use objects that replace others in the dataset: the next batch, the next epoch, or never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from fastloop.experiments.climb.budget import Spent
 from fastloop.experiments.climb.interface import Result
 from fastloop.experiments.trials.failures import Failed
 from fastloop.experiments.trials.run_directories import claim
-from fastloop.experiments.trials.trial import Trial
 from fastloop.records.experiment import Gate, Outcome
 from fastloop.records.store import dump
+from fastloop.records.trial import Trial
 from tests.experiments.simulated_runner import Machine, SimulatedRunner
 from tests.trainings import NET, SLOW
 

@@ -17,12 +17,12 @@ from fastloop.commands.diagnose import diagnose, run_directory
 from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import Failed
-from fastloop.experiments.trials.trial import Job, Trial
+from fastloop.experiments.trials.trial import Job
 from fastloop.records import store
 from fastloop.records.measurement import PARTS, Measurement
 from fastloop.records.plan import Plan, Step, Verdict
 from fastloop.records.run_files import PlanFile, VerdictsFile, load_run
-from fastloop.records.trial import ANSWERS
+from fastloop.records.trial import ANSWERS, Trial
 from tests.commands.command_line import refuse_reading
 from tests.trainings import NET, SLOW
 

@@ -17,9 +17,10 @@ from fastloop.commands.headspace import CeilingsFile, headspace
 from fastloop.config.loading import load_callback_config, to_yaml
 from fastloop.errors import ConfigError, FastLoopError
 from fastloop.experiments.trials.failures import Failed
-from fastloop.experiments.trials.trial import Job, Trial
+from fastloop.experiments.trials.trial import Job
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
+from fastloop.records.trial import Trial
 from tests.commands.command_line import alive, family, measure_anew, program, wait_for
 from tests.trainings import NET, SLOW
 

@@ -18,10 +18,10 @@ from fastloop.commands.tune import tune
 from fastloop.config.loading import load
 from fastloop.errors import ConfigError
 from fastloop.experiments.trials.failures import Failed
-from fastloop.experiments.trials.trial import Trial
 from fastloop.experiments.tune import search as searching
 from fastloop.experiments.tune.choice import Point
 from fastloop.experiments.tune.search import Search, Tuned
+from fastloop.records.trial import Trial
 from tests.commands.command_line import measure_anew
 from tests.trainings import SLOW
 

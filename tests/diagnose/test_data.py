@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.diagnose import WORTH_NAMING_PCT
+from fastloop.diagnose.attribution import WORTH_NAMING_PCT
 from fastloop.records.measurement import Measurement
 from fastloop.records.plan import Finding, Verdict
 from tests.diagnose.scenes import findings, on_cpu, resnet50_naive, scene

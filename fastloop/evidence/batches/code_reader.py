@@ -1,6 +1,6 @@
-"""Reads whether a function changes, in place, something of what it is given: a batch, or what a batch contains.
+"""Reads whether a function changes its arguments in place: a batch, or what a batch contains.
 
-How deep in a value something of others' is, is counted as in `known_calls`.
+Depths are counted as in `known_calls`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class CodeReader:
 
     Args:
         owner: the module or callback whose methods are read.
-        kinds: classes of the user's whose methods a batch's members may have.
+        kinds: the user's classes whose objects a batch may contain.
 
     Attributes:
-        kept: what the functions have put into attributes of the owner (``self.last``), with its depth.
+        kept: attributes of the owner (``self.last``) in which the functions keep a value, with its depth.
     """
 
     def __init__(self, owner: Any, kinds: Collection[type] = ()) -> None:
@@ -36,7 +36,7 @@ class CodeReader:
         self.known: dict[Any, tuple[bool, Depth]] = {}
 
     def changes(self, function: Any, given: Mapping[str, Depth]) -> bool:
-        """Whether a method changes what its parameters with these names hold, itself or in functions that it calls."""
+        """Whether a method, or a function that it calls, changes what these parameters hold."""
         return self.read(function, self.owner, dict(given), 0)[0]
 
     def read(self, function: Any, me: Any, given: dict[str, Depth], calls: int) -> tuple[bool, Depth]:
@@ -79,8 +79,7 @@ class _Run:
             return
         body = node.body if isinstance(node, ast.Module) else [node]
         for each in body:
-            inner = each.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) else [each]
-            self._do(inner)
+            self._do(each.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) else [each])
 
     def _do(self, body: Iterable[ast.stmt]) -> None:
         for node in body:
@@ -192,7 +191,7 @@ class _Run:
             self._store(target if isinstance(target, ast.Attribute) else target.value, depth, target)
 
     def _store(self, place: ast.AST, depth: Depth, target: ast.AST | None = None) -> None:
-        """Remember that an object now holds something: its own local name, or the owner's attribute."""
+        """Note that a local name, or an attribute of the owner, now holds a value of this depth."""
         if depth is None:
             return
         if (kept := self._name_kept(place)) is not None:
@@ -203,9 +202,9 @@ class _Run:
             self.depths[root] = join((self.depths.get(root), depth + 1))
 
     def _name_kept(self, node: ast.AST) -> str | None:
-        """The attribute of the owner that a node is, or that it is a part of."""
+        """The attribute of the owner to which a node leads, ``last`` for ``self.last[0].x``; None if to none."""
         while isinstance(node, (ast.Attribute, ast.Subscript)):
-            if isinstance(node, ast.Attribute) and writes.is_own(node.value, self.own) and self.me is self.reader.owner:
+            if isinstance(node, ast.Attribute) and self._is_own_attribute(node):
                 return node.attr
             node = node.value
         return None
@@ -213,7 +212,7 @@ class _Run:
     # -- expressions ---------------------------------------------------------------------------------------------------
 
     def find_depth(self, node: Any) -> Depth:
-        """Return the depth of an expression's value, and notice what it changes."""
+        """Return the depth of an expression's value, and note what the expression changes."""
         if isinstance(node, ast.Name):
             return self.depths.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -271,7 +270,7 @@ class _Run:
         return self._do_inside({}, read)
 
     def _do_inside(self, given: Mapping[str, Depth], read: Callable[[], Depth]) -> Depth:
-        """Read with names that only count inside."""
+        """Read in an inner scope, whose names end with it."""
         before = self.depths
         self.depths = {**before, **given}
         try:
@@ -293,9 +292,9 @@ class _Run:
                 self._write(depth)
         if writes.is_change(name):
             self._write(on)
-        everything = join((on, *(depth for _, depth in given), *named.values()))
+        stored = join((*(depth for _, depth in given), *named.values()))
+        everything = join((on, stored))
         if isinstance(node.func, ast.Attribute) and name in _STORES:
-            stored = join((*(depth for _, depth in given), *named.values()))
             self._store(node.func.value, take(refill(stored)) if name in _STORES_MEMBERS else stored)
         if everything is None and not self.reader.kept:
             return None
@@ -324,8 +323,9 @@ class _Run:
         is_class = isinstance(function, type)
         is_bound = is_bound or is_class
         start = sample_code.find_method(function, "__init__") if is_class else function
+        made = wrap(join((*(depth for _, depth in given), *named.values())))
         if not inspect.isfunction(start):
-            return wrap(join((*(depth for _, depth in given), *named.values())))
+            return made
         code = start.__code__
         names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
         inside: dict[str, Depth] = {names[0]: None if is_class else on} if names and is_bound else {}
@@ -348,7 +348,7 @@ class _Run:
                 inside[last] = join((inside.get(last), wrap(depth)))
         changes, returned = self.reader.read(start, me, inside, self.calls + 1)
         self.changes = self.changes or changes
-        return wrap(join((*(depth for _, depth in given), *named.values()))) if is_class else returned
+        return made if is_class else returned
 
     def _find_called(self, called: ast.AST, on: Depth) -> list[tuple[Any, Any, bool]]:
         """Return the user's functions that a call may reach, each with its object and whether it is bound to that."""
@@ -376,7 +376,7 @@ class _Run:
         return []
 
     def _find_object(self, node: ast.AST) -> tuple[Any, Any]:
-        """Return what a chain of names leads to, and the object of which it is a method; None where that is unknown."""
+        """Return what a chain of names leads to, and if it is a method, its object; None for what is unknown."""
         if isinstance(node, ast.Name):
             return self.me if node.id == self.own else self.outer.get(node.id), None
         if not isinstance(node, ast.Attribute):
@@ -386,10 +386,9 @@ class _Run:
         found = held.get(node.attr, (held.get("_modules") or {}).get(node.attr))
         if found is not None or holder is None:
             return found, None
-        is_class = isinstance(holder, type)
-        return inspect.getattr_static(
-            holder if is_class else type(holder), node.attr, None
-        ), None if is_class else holder
+        if isinstance(holder, type):
+            return inspect.getattr_static(holder, node.attr, None), None
+        return inspect.getattr_static(type(holder), node.attr, None), holder
 
 
 def _is_users(function: Any) -> bool:

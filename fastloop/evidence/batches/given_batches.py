@@ -30,14 +30,13 @@ _PLACES = {
     "on_validation_batch_start": 0,
     "on_validation_batch_end": 1,
 }
-"""Hooks that are given the batch, and its place among their arguments; a callback's have two more first."""
+"""Hooks that receive the batch, and its place among their arguments; a callback's hooks have two more before it."""
 _BEFORE_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device")
 _WHY = "changes its batch, which may be the dataset's own"
 
 
 class Shared(NamedTuple):
-    """How many containers of a batch are around something that outlives it, such as what the dataset holds; None if
-    there is none."""
+    """The depths of those parts of a batch that outlive it, such as the dataset's own tensors; None: there are none."""
 
     tensors: Depth = None
     objects: Depth = None
@@ -56,11 +55,11 @@ def list_batch_changes(
     *,
     copies_tensors: bool = False,
 ) -> tuple[str, ...]:
-    """The methods that change a batch in place, if that may change the dataset; empty if none does.
+    """List the methods that change a batch in place, if that may change the dataset.
 
     Args:
         others: callbacks, the module, and the datamodule.
-        find_shared: tells what batches share with the dataset; only called if a method changes its batch.
+        find_shared: returns what batches share with the dataset; only called if a method changes its batch.
         copies_tensors: whether batches are moved to a device, which copies their tensors.
     """
     if loader.collate_fn is default_collate:
@@ -73,7 +72,7 @@ def list_batch_changes(
 
 
 def _list_kinds(loader: DataLoader[Any]) -> list[type]:
-    """Classes of the user's whose objects the batches may contain."""
+    """The user's classes whose objects the batches may contain."""
     spaces = (vars(sys.modules[name]) for name in _list_modules(loader) if name in sys.modules)
     named = (value for space in spaces for value in list(space.values()) if isinstance(value, type))
     held = (type(item) for _, item in walk(loader.dataset))
@@ -105,7 +104,7 @@ def _list_changes(others: tuple[Any, ...], kinds: list[type], shared: Shared, co
 
 
 def _find_depth(name: str, shared: Shared, copies_tensors: bool, is_moved_by_user: bool) -> Depth:
-    """How deep in this hook's batch there is something of the dataset's."""
+    """The depth at which this hook's batch holds something of the dataset."""
     is_early = name in _BEFORE_TRANSFER or is_moved_by_user
     tensors = None if copies_tensors and not is_early else shared.tensors
     return join((shared.objects, tensors, shared.containers if is_early else None))

@@ -1,7 +1,7 @@
-"""What is known of calls without reading them: whether a result shares memory with what the call was given.
+"""What is known of calls without reading their code: whether the result shares memory with the arguments.
 
-A value's depth is the number of new containers around something that others hold: 0 for a tensor of the dataset's, 1
-for a new list of such tensors; None if nothing of it is anybody else's.
+A value's depth is the number of new containers around something that others hold too: 0 for one of the dataset's
+tensors, 1 for a new list of such tensors; None if nobody else holds any part of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def refill(depth: Depth) -> Depth:
 
 
 def find_result(name: str, depth: int, *, is_super: bool) -> Depth:
-    """The depth of what an installed function, or one that is not known, makes of values of this depth."""
+    """The depth of the result of an installed or unknown function, given arguments of this depth."""
     if name in SAME or is_super:
         return depth
     if name in _NEW_CONTAINER:

@@ -1,4 +1,4 @@
-"""Finds what a sampler depends on that training changes: its indices would be others if it were read ahead."""
+"""Finds state that a sampler reads and that training changes: read ahead of training, it would give other indices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_sampler_hazards(sampler: Any, dataset: Any, others: Iterable[Any] = ())
 
     Args:
         sampler: the loader's batch sampler, or its sampler.
-        dataset: the loader's, which a sampler may hold without reading it.
+        dataset: the loader's dataset, which a sampler may hold without reading it.
         others: callbacks and the module, which may change objects that they share with the user's sampler.
     """
     others = tuple(others)
@@ -98,13 +98,13 @@ def _yields(node: ast.AST) -> bool:
 
 
 def _list_running_for(item: Any) -> tuple[Any, ...]:
-    """The user's functions that run when a part of a sampler is asked for indices, those of other modules too."""
+    """The user's functions, in any module, that run when this part of a sampler yields indices."""
     return sample_code.list_called(sample_code.list_sample_functions(item), type(item))
 
 
 def _list_outer(function: Any) -> Iterator[tuple[int, str, Any]]:
-    """What a function reads from outside: the id of the namespace, the name in it, and the value. Of modules and
-    classes of the user's, what it names there."""
+    """What a function reads from outside: the id of the namespace, the name in it, and the value; also the members of
+    the user's modules and classes that it names."""
     yield from ((0, name, value) for name, value in sample_code.list_closure(function))
     named = set(sample_code.list_names(function.__code__))
     for name, value in sample_code.list_globals(function):
@@ -122,7 +122,7 @@ def _find_space(value: Any) -> tuple[int, Mapping[str, Any]] | None:
 
 
 def _list_parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """An object that can change, and the users' objects in it."""
+    """An object that can change, and the user's objects in it."""
     if is_changeable(value):
         yield name, value
         yield from ((path, each) for path, each in walk(value, name) if _is_users(each))
@@ -133,8 +133,9 @@ def _is_users(item: Any) -> bool:
 
 
 def _list_shared(others: Iterable[Any]) -> Iterator[tuple[int, str]]:
-    """Objects that training may change: attributes, globals and closures that hooks read, and whatever the user's
-    objects among them change of themselves; from functions that hooks call, not settings that nobody writes to."""
+    """Objects that training may change, with who holds them: attributes, globals and closures that hooks read, and what
+    the user's objects among them change in themselves. Functions that hooks call add no settings that they only
+    read."""
     seen = set[int]()
     for other in others:
         for _, hook in list_running(other):
@@ -161,7 +162,7 @@ def _is_setting(name: str, value: Any, function: Any, kind: type) -> bool:
 
 
 def _list_changed_in(value: Any) -> Iterator[Any]:
-    """The users' objects in an object, and what their methods change of them."""
+    """The user's objects inside an object, and those of their attributes that their own methods change."""
     for _, item in walk(value, "") if is_changeable(value) else ():
         if _is_users(item):
             yield item
@@ -172,7 +173,7 @@ def _list_changed_in(value: Any) -> Iterator[Any]:
 
 
 def _list_set_anew(others: Iterable[Any]) -> Iterator[tuple[tuple[int, str], str]]:
-    """Names in modules and classes that training gives other values, with the id of the namespace, and where."""
+    """Names in modules and classes that training reassigns, each with the id of the namespace and where it happens."""
     for other, hook, function in list_running_code(others):
         where = f"{type(other).__name__}.{hook}"
         for name in sample_code.list_arguments(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"):

@@ -217,10 +217,6 @@ class Account:
         """The measurements so far; None without a whole step."""
         if not self.steps:
             return None
-        parts, host = (
-            self._compute_means(self._every, self._work),
-            self._compute_means(self._host_every, self._host_work),
-        )
         split_s, blocked_s, in_forward_s = self._host_work.detailed_s, None, None
         if self._blocked_s and split_s > 0:
             per_step = self._host_work.known_s / split_s / self.steps
@@ -232,8 +228,8 @@ class Account:
             batches=self.batches,
             samples=self.samples,
             wall_s=self.wall_s,
-            parts_s=parts,
-            host_s=host,
+            parts_s=self._compute_means(self._every, self._work),
+            host_s=self._compute_means(self._host_every, self._host_work),
             blocked_s=blocked_s,
             forward_blocked_s=in_forward_s,
             step_s=tuple(self._step_s),

@@ -48,14 +48,7 @@ class Clock:
         one_time: ledger of one-time costs, which belong to no step; entries must arrive before the next batch does.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        warmup_steps: int,
-        queued_batches: int = 0,
-        *,
-        one_time: OneTime,
-    ) -> None:
+    def __init__(self, device: torch.device, warmup_steps: int, queued_batches: int = 0, *, one_time: OneTime) -> None:
         self.device, self.warmup_steps, self.queued_batches = device, warmup_steps, queued_batches
         self.on_device = device.type == "cuda"
         self.total_steps = 0

@@ -61,10 +61,7 @@ def _divide(number: float | None, by: float | None) -> float | None:
 
 
 def add_work(
-    seen: Measurement,
-    *,
-    flops: Mapping[str, Any] | None = None,
-    rates: DeviceRates | None = None,
+    seen: Measurement, *, flops: Mapping[str, Any] | None = None, rates: DeviceRates | None = None
 ) -> Measurement:
     """The measurement with TFLOP/s and MFU added.
 

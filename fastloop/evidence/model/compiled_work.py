@@ -25,7 +25,7 @@ MOST_CALLS = 256
 """Limit per step: more are not worth the time."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     module: torch.nn.Module
     """The module, as its user wrote it."""
@@ -136,11 +136,19 @@ class CompiledWork:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = next((each.device.type for each in module.parameters()), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        shapes = _make_fake(fake, args), _make_fake(fake, dict(kwargs))
-        # A block that is called again in the backward, by activation checkpointing, is part of what encloses it.
-        is_inside = is_compiled and (self.enclosing > 0 or self._is_again())
-        how = is_compiled, is_inside, fake, *shapes, torch.is_grad_enabled(), autocast
-        self._calls.append(_Call(_unwrap(module), *how))
+        self._calls.append(
+            _Call(
+                module=_unwrap(module),
+                is_compiled=is_compiled,
+                # Activation checkpointing calls a block again in the backward, as a part of what encloses it.
+                is_inside=is_compiled and (self.enclosing > 0 or self._is_again()),
+                fake=fake,
+                args=_make_fake(fake, args),
+                kwargs=_make_fake(fake, dict(kwargs)),
+                grad=torch.is_grad_enabled(),
+                autocast=autocast,
+            )
+        )
 
     def _is_again(self) -> bool:
         in_backward = torch._C._current_graph_task_id() >= 0

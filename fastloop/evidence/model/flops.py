@@ -80,18 +80,11 @@ class Work:
             why = f"the counted step had {had}" if samples > 0 else "the samples of the counted step are not known"
             return {"per_sample": None, "source": source, "why": why, "no_products": not (self.total or self.uncounted)}
         kinds = {name: getattr(self, name) / samples for name in ("matmul", "convolution", "attention", "recomputed")}
-        return {
-            "per_sample": self.total / samples,
-            **kinds,
-            "at_least": self.at_least,
-            "uncounted": list(self.uncounted),
-            "source": source,
-            **(
-                {"misaligned": self.misaligned / samples, "misaligned_size": self.misaligned_size}
-                if self.misaligned
-                else {}
-            ),
-        }
+        found = {"per_sample": self.total / samples, **kinds}
+        found |= {"at_least": self.at_least, "uncounted": list(self.uncounted), "source": source}
+        if self.misaligned:
+            found |= {"misaligned": self.misaligned / samples, "misaligned_size": self.misaligned_size}
+        return found
 
 
 class FlopCount(TorchDispatchMode):

@@ -170,11 +170,10 @@ class MemoryLog:
         steps = max((step for read in kept.values() for step, _ in read), default=0)
         holder = self.find_holder(roots, steps) if steps - after_step >= FEWEST else None
         if holder is not None and holder.cleared and not several_epochs:
-            holder, paces = None, {}
-        if holder is None and not several_epochs:
-            paces = {}  # a cache fills for an epoch
+            holder = None
         if holder is None:
             paces.pop(HOST, None)  # a library or the dataset may keep it
+            paces = paces if several_epochs else {}  # a cache fills for an epoch
         memory = next(iter(paces), None)
         if memory is None and not (holder is not None and holder.holds_graphs):
             return {}

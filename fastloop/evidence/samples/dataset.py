@@ -114,7 +114,7 @@ def _shows_class(item: Any) -> bool:
 
 
 def is_opaque(item: Any) -> bool:
-    """Whether what the object holds is of no concern for samples: a logger, or something that no worker can copy."""
+    """Whether there is no need to look inside an object: a logger, or something that no worker can copy."""
     return isinstance(item, logging.Filterer) or (
         not isinstance(item, torch.Tensor) and _find_foreign(item) is not None
     )
@@ -162,24 +162,22 @@ def _list_slots(kind: type) -> tuple[tuple[str, Any], ...]:
 
 def find_worker_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """Why worker processes would break or change this dataset's samples, each with its location."""
-    found: dict[str, None] = {}
     held = [*walk(dataset), *walk(collate, "collate_fn")]
-    found.update(dict.fromkeys(f"{path}{hazard}" for path, item in held if (hazard := _find_hazard(item)) is not None))
+    hazards = ((path, _find_foreign(item) or _find_epoch_state(item)) for path, item in held)
+    found = [f"{path}{hazard}" for path, hazard in hazards if hazard]
     functions, reached = list_running(held)
     for path, owner, function in functions:
         for state in sample_code.list_changes(function, type(owner)):
             if not is_in_shared_memory(_read_state(function, state, owner)):
-                found[f"{path}{state} {_CHANGES}"] = None
+                found.append(f"{path}{state} {_CHANGES}")
         if "lseek" in sample_code.list_names(function.__code__):
-            found[f"{path} ({function.__qualname__}) {_SEEKS}"] = None
-    for path, item in reached:
-        if (foreign := _find_foreign(item)) is not None:
-            found[f"{path}{foreign}"] = None
-    return tuple(found)
+            found.append(f"{path} ({function.__qualname__}) {_SEEKS}")
+    found += [f"{path}{foreign}" for path, item in reached if (foreign := _find_foreign(item))]
+    return tuple(dict.fromkeys(found))
 
 
 def list_asking(dataset: Any, collate: Any = None) -> tuple[str, ...]:
-    """The functions that run for a sample and ask which process they are in: a worker may give other samples."""
+    """The functions that run for a sample and ask which process they are in: in a worker the sample may differ."""
     held = [*walk(dataset), *walk(collate, "collate_fn")]
     running = (function for _, _, function in list_running(held)[0])
     asking = (each for each in running if not _ASKS_PROCESS.isdisjoint(sample_code.list_names(each.__code__)))
@@ -233,12 +231,6 @@ def is_in_shared_memory(value: Any) -> bool:
     return is_dense and value.is_shared()
 
 
-def _find_hazard(item: Any) -> str | None:
-    if (foreign := _find_foreign(item)) is not None:
-        return foreign
-    return _find_epoch_state(item)
-
-
 def _find_foreign(item: Any) -> str | None:
     """Why an object cannot be copied into a worker safely, regardless of its use."""
     if isinstance(item, _PLAIN) or inspect.isroutine(item):
@@ -274,7 +266,7 @@ def find_handle(item: Any) -> str | None:
 
 
 def _find_epoch_state(item: Any) -> str | None:
-    """What its names say of an object that somebody, perhaps, changes between epochs: no code of that is known."""
+    """A hint in an object's names that it may change between epochs, even if no code that changes it was found."""
     if not hasattr(type(item), "__getitem__") or sample_code.is_framework(type(item)):
         return None
     if callable(getattr(item, "set_epoch", None)):
@@ -291,8 +283,8 @@ def sample_bytes(dataset: Any) -> int | None:
 
 def list_long(dataset: Any) -> tuple[str, ...]:
     """Containers with very many Python objects: forked workers copy each object they touch, so their memory grows."""
-    found = []
-    for path, item in walk(dataset):
-        if isinstance(item, (list, tuple, dict)) and len(item) >= _MANY_OBJECTS:
-            found.append(f"{path} holds {len(item) / 1e6:.1f} million Python objects")
-    return tuple(found)
+    return tuple(
+        f"{path} holds {len(item) / 1e6:.1f} million Python objects"
+        for path, item in walk(dataset)
+        if isinstance(item, (list, tuple, dict)) and len(item) >= _MANY_OBJECTS
+    )

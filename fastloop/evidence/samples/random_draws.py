@@ -30,7 +30,7 @@ _RANDOM_TRANSFORMS = re.compile(
 )
 _MAKERS = {"Random", "default_rng", "RandomState"}
 _PURE = {"int", "abs", "len", "sum", "min", "max", "ord", "crc32"}
-"""Functions that a seed may be computed by."""
+"""Functions that may compute a seed."""
 _BEFORE_SAMPLES = ("__init__", "__new__", "__len__", "__setstate__", "setup", "prepare_data")
 """Methods that run before the first sample is requested: their random draws happen in the main process either way."""
 _SYSTEM = frozenset(
@@ -165,7 +165,7 @@ def _list_own_generators(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _makes_generator(call: ast.Call) -> bool:
-    """Whether this makes a generator from a seed that is no draw itself."""
+    """Whether a call makes a generator from a seed that is not itself drawn at random."""
     name, inner = name_called(call), getattr(call.func, "value", None)
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     calls = [each for argument in given for each in ast.walk(argument) if isinstance(each, ast.Call)]
@@ -184,8 +184,8 @@ def _is_one(node: ast.AST, own: set[str]) -> bool:
 
 
 def find_system_seed(items: Mapping[str, Any]) -> str | None:
-    """Where one of these draws from the system, and by what: ``sampler (Shuffled.__iter__: default_rng)``; else
-    None."""
+    """Where one of these draws from the system, and by which call: ``sampler (Shuffled.__iter__: default_rng)``; None
+    if none does."""
     held = list(items.items())
     for place, function in sample_code.follow([*items.values()]):
         path, item = held[place]
@@ -195,7 +195,7 @@ def find_system_seed(items: Mapping[str, Any]) -> str | None:
 
 
 def _find_in(function: Any, item: Any) -> str | None:
-    """By what a method of this object draws from the system, or seeds a generator; None if it does neither."""
+    """The call by which a method of this object draws from the system or seeds a generator; None without one."""
     if named := sorted(_SYSTEM.intersection(sample_code.list_names(function.__code__))):
         return named[0]
     tree, me = sample_code.parse(function) or (ast.Module([], []), None)

@@ -31,11 +31,11 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _MOST_PARTS, _MOST_OBJECTS, _MOST_MEMBERS = 200, 2000, 200
 """Limits that keep a look at all parts below about 0.1 ms."""
 _MOST_ALIKE = 20
-"""Of a collection's members, only the first are looked into."""
+"""Only this many members of a collection are inspected."""
 _MOST_NUMBERS = 1000
-"""Of a larger array, a look only reads numbers at even distances."""
+"""Of a larger array, a look reads only some numbers, evenly spaced."""
 _SHIFTS = 8
-"""Looks after which these are the same numbers again."""
+"""Number of looks until the same numbers are read again."""
 _SHARED = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData)
 """Values in memory that processes share: workers see changes there, but have read ahead."""
 _CACHE = ".<cache>"
@@ -217,11 +217,8 @@ def _list_set_by_samples(kind: type) -> frozenset[str]:
     """Attributes that code for samples sets by itself, such as a file that it opens at the first one."""
     functions = sample_code.list_sample_functions_of(kind)
     found = {name for each in functions for name in sample_code.list_arguments(each.__code__, "STORE_ATTR")}
-    return frozenset(found | {name for base in kind.__mro__ for name, x in vars(base).items() if _is_cached(x)})
-
-
-def _is_cached(member: Any) -> bool:
-    return isinstance(member, cached_property)
+    members = (member for base in kind.__mro__ for member in vars(base).items())
+    return frozenset(found | {name for name, member in members if isinstance(member, cached_property)})
 
 
 def _read_name(space: dict[str, Any], name: str) -> Callable[[], list[Any]]:

@@ -47,22 +47,18 @@ the position of a file for all threads."""
 
 def find_thread_hazards(dataset: Any, collate: Any = None) -> tuple[str, ...]:
     """Why threads that share this dataset might get different samples than one thread, each with its location."""
-    found: dict[str, None] = {}
+    found = list[str]()
     held = [*datasets.walk(dataset), *datasets.walk(collate, "collate_fn")]
     queues = [path for path, item in held if isinstance(item, deque)]
     for path, item in held:
-        found.update(
-            dict.fromkeys(f"{path}{hazard}" for hazard in (_find_foreign(item), _find_installed(item)) if hazard)
-        )
+        found += [f"{path}{hazard}" for hazard in (_find_foreign(item), _find_installed(item)) if hazard]
     functions, reached = datasets.list_running(held)
     for path, item, function in functions:
-        found.update(dict.fromkeys(f"{path}{hazard}" for hazard in _list_hazards(function, type(item))))
+        found += [f"{path}{hazard}" for hazard in _list_hazards(function, type(item))]
         if "rotate" in function.__code__.co_names:  # pictures also have a method of this name, which changes nothing
-            found.update(dict.fromkeys(f"{queue} {_WRITTEN}" for queue in queues))
-    for path, item in reached:
-        if (foreign := _find_foreign(item)) is not None:
-            found[f"{path}{foreign}"] = None
-    return tuple(found)
+            found += [f"{queue} {_WRITTEN}" for queue in queues]
+    found += [f"{path}{foreign}" for path, item in reached if (foreign := _find_foreign(item))]
+    return tuple(dict.fromkeys(found))
 
 
 def list_shared_draws(*roots: Any) -> tuple[str, ...]:

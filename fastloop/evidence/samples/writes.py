@@ -1,4 +1,4 @@
-"""What a statement or call writes to, as it stands in its syntax tree."""
+"""What a statement or call writes to, read from its syntax tree."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def list_targets(node: ast.AST, _me: str | None = None) -> Iterator[ast.AST]:
 
 
 def is_rebound(node: ast.AST, target: ast.AST) -> bool:
-    """Whether this target of a statement is only a name, which then stands for something else: what it stood for is not
-    changed. A call or ``+=`` changes that itself."""
+    """Whether a statement only rebinds this target, a name: the object that it named before is not changed. A call or
+    ``+=`` does change that object."""
     return isinstance(target, ast.Name) and not isinstance(node, (ast.Call, ast.AugAssign))
 
 

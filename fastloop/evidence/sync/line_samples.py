@@ -44,7 +44,7 @@ class LineSamples:
         self._steps = self._counted_steps = 0
 
     def note_step(self, step: int, last: int) -> None:
-        """This many steps of the fit are over: look from `FIRST_STEP` until the `last` one is over."""
+        """Note that this many steps of the fit are over: look from `FIRST_STEP` until the `last` one is over."""
         self._steps = step
         if step == FIRST_STEP < last and self._thread is None:
             self._thread = threading.Thread(target=self._look, name="fastloop-lines", daemon=True)
@@ -53,7 +53,7 @@ class LineSamples:
             self.stop()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()

@@ -75,11 +75,7 @@ def _compile_rules(rules: tuple[tuple[str, str], ...]) -> tuple[tuple[str, re.Pa
     return tuple((family, re.compile(pattern, re.IGNORECASE)) for family, pattern in rules)
 
 
-_KERNEL_RULES, _TRITON_RULES, _OPERATOR_RULES = (
-    _compile_rules(_KERNELS),
-    _compile_rules(_TRITON),
-    _compile_rules(_OPERATORS),
-)
+_KERNEL_RULES, _TRITON_RULES, _OPERATOR_RULES = map(_compile_rules, (_KERNELS, _TRITON, _OPERATORS))
 
 
 @lru_cache(maxsize=65536)

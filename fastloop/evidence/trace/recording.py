@@ -44,14 +44,7 @@ class TraceWindow:
         taken: why torch.profiler must not be used, if the caller knows a reason (a profiler in the Trainer).
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        directory: Path | None,
-        steps: int,
-        *,
-        taken: str | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, directory: Path | None, steps: int, *, taken: str | None = None) -> None:
         self.device, self.directory, self.steps = device, directory, steps
         self.lead_in = LEAD_IN
         """Steps to skip first; at least enough to use up the batches in the loader and device queues."""
@@ -152,8 +145,7 @@ class TraceWindow:
     def _begin_next_step(self) -> None:
         """Go from one step to the next; a range that spans both is split in two."""
         names = [name for name, _ in self._open[1:]]
-        while self._open:
-            self._leave()
+        self._leave_all()
         number = self._passed - self.lead_in - 1
         self._enter(f"{STEP}{number}", f"{RANGE}step/{number}")
         for name in names:

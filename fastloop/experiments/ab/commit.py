@@ -115,22 +115,20 @@ class _WorkingTree:
         """Return the working tree that contains a folder; raises ConfigError if there is none."""
         try:
             return cls(Path(_run_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve())
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:
-            missing = isinstance(error, FileNotFoundError)
+        except FileNotFoundError:
+            raise ConfigError(got="--vs-commit", why="git is not installed", do="install git") from None
+        except subprocess.CalledProcessError as error:
             raise ConfigError(
                 got="--vs-commit",
-                why="git is not installed"
-                if missing
-                else f"{folder} is not in a git repository: {_read_last_line(error)}",
-                do="install git" if missing else "commit the script to a repository first",
+                why=f"{folder} is not in a git repository: {_read_last_line(error)}",
+                do="commit the script to a repository first",
             ) from None
 
     def resolve(self, ref: str) -> str:
         """Return the full hash of a branch, tag or short hash; raises ConfigError if there is no such commit."""
+        options = ("--verify", "--quiet", "--end-of-options")
         try:
-            return _run_git(
-                self.top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"
-            ).strip()
+            return _run_git(self.top, "rev-parse", *options, f"{ref}^{{commit}}").strip()
         except subprocess.CalledProcessError:
             raise ConfigError(
                 got=f"--vs-commit {ref}",
@@ -285,6 +283,6 @@ def _split_names(text: str) -> list[str]:
     return [name for name in text.split("\0") if name]
 
 
-def _read_last_line(error: subprocess.CalledProcessError | FileNotFoundError) -> str:
-    said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+def _read_last_line(error: subprocess.CalledProcessError) -> str:
+    said = str(error.stderr or error).strip().splitlines()
     return said[-1].removeprefix("fatal: ") if said else "git gave no reason"

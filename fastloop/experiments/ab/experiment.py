@@ -88,21 +88,21 @@ class Side:
         return self.failed is not None
 
     def trials(self) -> list[Trial]:
-        return [self.runs[index] for index in sorted(self.runs)]
+        return [trial for _, trial in sorted(self.runs.items())]
 
     def sample(self) -> Sample:
         """Return the finished runs that have a throughput."""
-        kept = [index for index in sorted(self.runs) if self.runs[index].samples_per_s is not None]
-        active, inactive = parity_gates.split_by_effect([self.runs[index] for index in kept])
+        kept = {number: trial for number, trial in sorted(self.runs.items()) if trial.samples_per_s is not None}
+        active, inactive = parity_gates.split_by_effect([*kept.values()])
         return Sample(
             name=self.name,
-            samples_per_s=tuple(self.runs[index].samples_per_s or 0 for index in kept),
-            places=tuple(self.places[index] for index in kept),
+            samples_per_s=tuple(trial.samples_per_s or 0 for trial in kept.values()),
+            places=tuple(self.places[number] for number in kept),
             active_rungs=active,
             inactive_rungs=inactive,
             changed_rungs=self.changed_rungs,
             changes_more=bool(self.changed_keys),
-            queue_error_pct=max((_read_queue_error_pct(self.runs[index]) for index in kept), default=0.0),
+            queue_error_pct=max(map(_read_queue_error_pct, kept.values()), default=0.0),
         )
 
 
@@ -183,22 +183,18 @@ class Experiment:
     def _prepare(self) -> None:
         """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must
         be. For arms that change the batch, such a run shows how many of their steps see the same number of samples."""
-        auto = self.settings.steps is None
-        first = self.settings.first_steps or self.settings.steps
-        self._pilot_steps = pilot_steps = self.settings.warmup + PILOT_STEPS if auto else first
-        changes = any(side.changed_keys for side in self.sides)
-        needs_base = changes or not self._is_warm
-        wanted = [side for side in self.sides if auto or side.changed_keys or (side is self.base and needs_base)]
-        for side in wanted:
-            trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=pilot_steps, warmup=self.settings.warmup))
-            self.pilots[side.name] = trial
-            if not trial.ok:
-                side.failed = trial
-                if side is self.base:
-                    return
-        steps = self.settings.steps
+        steps, warmup = self.settings.steps, self.settings.warmup
+        self._pilot_steps = warmup + PILOT_STEPS if steps is None else self.settings.first_steps or steps
+        needs_base = not self._is_warm or any(side.changed_keys for side in self.sides)
+        for side in self.sides:
+            if steps is None or side.changed_keys or (side is self.base and needs_base):
+                trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=self._pilot_steps, warmup=warmup))
+                self.pilots[side.name] = trial
+                side.failed = None if trial.ok else trial
+            if self.base.out:
+                return
         if steps is None:
-            steps = self.settings.warmup + max(count_enough_steps(trial) for trial in self.pilots.values() if trial.ok)
+            steps = warmup + max(count_enough_steps(trial) for trial in self.pilots.values() if trial.ok)
         base_batch = _read_global_batch(self.pilots.get(self.base.name))
         for side in self.sides:
             own = _read_global_batch(self.pilots.get(side.name))
@@ -299,9 +295,8 @@ class Experiment:
 
     def outcome(self, side: Side) -> Outcome:
         """Judge whether this arm is the same training as the base, from the runs so far."""
-        pairs = [
-            (self.base.runs[number], side.runs[number]) for number in sorted(side.runs) if number in self.base.runs
-        ]
+        base = self.base.runs
+        pairs = [(base[number], trial) for number, trial in sorted(side.runs.items()) if number in base]
         return parity_gates.judge_parity(pairs, side.gradient, self.parity_class(side))
 
     def _is_hopeless(self, side: Side) -> bool:

@@ -125,11 +125,8 @@ def judge_parity(pairs: Sequence[tuple[Trial, Trial]], gradient: Gate | None, pa
         return parity.sum_up_gates(parity_class, ())
     losses = judge_losses(pairs, parity_class)
     if parity_class == "changes-training":
-        broken = losses.passed is False and losses.limit is None  # the only way to fail without a limit: not finite
-        return (
-            Outcome(parity_class=parity_class, passed=False, why=f"loss: {losses.why}", gates=(losses,))
-            if broken
-            else parity.sum_up_gates(parity_class, ())
-        )
+        if losses.passed is False and losses.limit is None:  # the only way to fail without a limit: not finite
+            return Outcome(parity_class=parity_class, passed=False, why=f"loss: {losses.why}", gates=(losses,))
+        return parity.sum_up_gates(parity_class, ())
     found = (judge_ledgers(pairs, parity_class), *([gradient] if gradient is not None else []), losses)
     return parity.sum_up_gates(parity_class, found)

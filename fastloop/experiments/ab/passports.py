@@ -26,13 +26,7 @@ def choose_folder() -> Path:
 
 
 def keep(
-    rung: str,
-    outcome: Outcome,
-    hardware: Hardware,
-    sample: Sample,
-    *,
-    name: str = "",
-    run_dir: Path | None = None,
+    rung: str, outcome: Outcome, hardware: Hardware, sample: Sample, *, name: str = "", run_dir: Path | None = None
 ) -> None:
     """Save the result of an experiment with only this rung, replacing an earlier result from the same directory."""
     if not outcome.gates:

@@ -29,6 +29,7 @@ DEVICES = {"device_name": "device", "devices": "number of devices"}
 CHOOSE_DEVICES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
 VARIABLES = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
 """Prefixes of the environment variables that change numbers or speed; others name, for example, a rank or a job."""
+_SHARE = re.compile(r"about (\d+) %")
 
 
 def write(experiment: Experiment, name: str, *, partial: bool) -> ExperimentResult:
@@ -69,7 +70,7 @@ def summarize(experiment: Experiment, name: str, *, partial: bool) -> Experiment
         comparisons=tuple(experiment.comparisons()),
         hardware=read_hardware([trial for side in sides for trial in side.trials()]),
         flags=tuple(list_flags(sides)),
-        failures=tuple(describe_failure(side.name, side.failed) for side in sides if side.failed is not None),
+        failures=tuple(_describe_failure(side.name, side.failed) for side in sides if side.failed is not None),
         partial=partial,
         seconds=round(experiment.seconds, 1),
     )
@@ -105,18 +106,9 @@ def summarize_arm(side: Side, pilot: Trial | None = None) -> ArmResult:
     )
 
 
-_SHARE = re.compile(r"about (\d+) %")
-
-
-def describe_failure(arm: str, trial: Trial) -> FailedRun:
+def _describe_failure(arm: str, trial: Trial) -> FailedRun:
     """Describe why an arm has no more runs."""
-    return FailedRun(
-        arm=arm,
-        run=trial.run_dir.name,
-        cause=trial.cause,
-        last_step=trial.last_step,
-        tail=trial.tail,
-    )
+    return FailedRun(arm=arm, run=trial.run_dir.name, cause=trial.cause, last_step=trial.last_step, tail=trial.tail)
 
 
 def list_flags(sides: Sequence[Side]) -> list[str]:
@@ -130,8 +122,7 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
     said: dict[str, dict[str, list[int]]] = {}
     shares: dict[str, list[int]] = {}
     for side in sides:
-        for number in sorted(side.runs):
-            trial = side.runs[number]
+        for number, trial in sorted(side.runs.items()):
             seen = trial.measurement or Measurement(window_too_short=False)
             for each in filter(None, (*seen.state, describe_short_window(seen), _describe_end(trial))):
                 alike = _SHARE.sub("about {} %", each)  # one sentence for all runs, although the share differs
@@ -198,8 +189,8 @@ def list_mixed_settings(sides: Sequence[Side]) -> list[str]:
     arm's code may set TF32, and a resumed experiment may run with other variables."""
     flags, variables = list[_Settings](), list[_Settings]()
     for side in sides:
-        for number in sorted(side.runs):
-            known = load_environment(side.runs[number].run_dir)
+        for number, trial in sorted(side.runs.items()):
+            known = load_environment(trial.run_dir)
             if known.torch_flags is not None:
                 flags.append((side.name, number, vars(known.torch_flags)))
             if known.variables is not None:
@@ -239,9 +230,7 @@ def read_hardware(trials: Sequence[Trial]) -> Hardware:
     seen, environment = trials[0].measurement or Measurement(), load_environment(trials[0].run_dir)
     cpu = None if environment.hardware is None else environment.hardware.cpu_model
     return Hardware(
-        device_name=seen.device_name or cpu or seen.device,
-        devices=seen.world_size,
-        **list_versions(environment),
+        device_name=seen.device_name or cpu or seen.device, devices=seen.world_size, **list_versions(environment)
     )
 
 

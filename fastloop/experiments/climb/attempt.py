@@ -154,8 +154,8 @@ class _Screen:
         )
 
     def _judge_first_run(self, took: Length, after_ms: float) -> Attempt | None:
-        """In a hurry, keep a ladder whose first run was clearly faster than the measured start: the proof, for which
-        there must be time, compares all that a screen would. Returns None if it has to be screened."""
+        """In a hurry, keep a ladder without a screen if its first run was clearly faster than the measured start and
+        there is time for the proof, which compares the same things. Returns None if the ladder must be screened."""
         start = self.context.hurried_start
         if start is None:
             return None
@@ -176,7 +176,7 @@ class _Screen:
         return dataclasses.replace(self._drop_idle(row), costs=self._read_costs())
 
     def _has_time_for_proof_only(self, took: Length) -> bool:
-        """Whether there is time for the proof, which compares all that a second pair would, but not for both."""
+        """Whether there is time for the proof, which replaces a second pair, but not for both."""
         costs, left_s = self._read_costs(), self.context.runner.left_with_grace_s()
         proof_s = self.context.estimate_proof_s((self.arm, costs))
         both = ((self.context.known.costs.now_ms, self.context.top_start_s), (costs.now_ms, self.start_s))

@@ -130,22 +130,22 @@ def choose(known: Position) -> Candidate | str:
     if (ladder := _choose_ladder(known)) is not None:
         return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
-    state, replaced = make_climb_state(known), list_replaced(known.rows) | list_idle(known.rows)
-    ways = [(rung, card, variant) for rung, card in collect_cards().items() for variant in card.list_variants(state)]
+    state, start = make_climb_state(known), known.start
+    left_out = list_replaced(known.rows) | list_idle(known.rows) | start.enabled
+    ways = [
+        (rung, card.family, variant)
+        for rung, card in collect_cards().items()
+        for variant in card.list_variants(state)
+        if rung not in left_out and (not variant.changes_training or CHANGES_TRAINING in start.allow)
+    ]
     # A prediction by a trial rules out a rung at less cost than an immediate screen.
-    ways.sort(key=lambda way: (FIRST.index(way[1].family), not way[2].first, way[2].changes == "engine"))
+    ways.sort(key=lambda way: (FIRST.index(way[1]), not way[2].first, way[2].changes == "engine"))
     for ceiling in sorted(ceilings, key=lambda name: -ceilings[name] * (UNMEASURED if name == "compute" else 1)):
-        for rung, card, variant in ways:
-            if CEILING_OF[card.family] == ceiling and rung not in known.start.enabled:
-                candidate = _make_candidate(rung, variant, known.start)
-                if rung in replaced:
-                    continue
-                allowed = not variant.changes_training or CHANGES_TRAINING in known.start.allow
-                if allowed and _is_open(candidate, known):
-                    # The start shows only that the rung is refused with its plain settings.
-                    plain = None if variant.theirs else known.start.refused.get(rung)
-                    refused = candidate.refused or plain
-                    return dataclasses.replace(candidate, refused=refused)
+        for rung, family, variant in ways:
+            if CEILING_OF[family] == ceiling and _is_open(candidate := _make_candidate(rung, variant, start), known):
+                # The start shows only that the rung is refused with its plain settings.
+                plain = None if variant.theirs else start.refused.get(rung)
+                return dataclasses.replace(candidate, refused=candidate.refused or plain)
     return _combine_small(known) or (ceilings and _choose_rest(known)) or _explain_end(known, ceilings)
 
 

@@ -14,7 +14,6 @@ from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb.budget import Length
 from fastloop.experiments.climb.refusals import find_refusals
 from fastloop.experiments.trials.supervise import TOO_SLOW
-from fastloop.experiments.trials.trial import Trial
 from fastloop.experiments.tune.search import KnownTimes, Tuned, compute_step_ms
 from fastloop.records.card import Stack
 from fastloop.records.climb import Confirmation
@@ -23,7 +22,7 @@ from fastloop.records.measurement import AUTOTUNE, COMPILE, GAPS, Measurement
 from fastloop.records.plan import Parity
 from fastloop.records.run_files import load_plan, load_verdicts
 from fastloop.records.store import decode
-from fastloop.records.trial import LoaderAnswer
+from fastloop.records.trial import LoaderAnswer, Trial
 
 HOPELESS = 3.0
 """A trial whose steps take this many times as long as without the rung is not run to its end."""

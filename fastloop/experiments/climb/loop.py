@@ -94,7 +94,7 @@ class Climb(Measured):
         return choose(dataclasses.replace(known, ladder_rates=self._leave_out_unprovable(known.ladder_rates)))
 
     def _leave_out_unprovable(self, rates: Mapping[str, float]) -> Mapping[str, float]:
-        """Leave out the ladders for whose proof there is no time, if that of another fast one fits."""
+        """Leave out ladders that the budget has no time to prove, if it has time to prove another fast one."""
         fits = {
             name: rate
             for name, rate in rates.items()
@@ -146,10 +146,12 @@ class Climb(Measured):
         self.save()
 
     def _measure_ladders(self) -> None:
-        """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen. If one
-        does not fit into the budget, the others still run. Once one was faster, time is kept for its screen and
-        proof, if there is enough, and the next are expected to be as fast. In a hurry those that are a part of it come
-        last, for they are rarely faster."""
+        """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen.
+
+        A ladder that does not fit into the budget is left out. Once one was faster, time is kept for its screen and
+        proof if there is enough, and the others are expected to be as fast. In a hurry, ladders whose rungs it contains
+        come last: they are rarely faster.
+        """
         spent, keeps, fastest, expected_ms = None, False, 0.0, self.known.costs.now_ms
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
         waiting, parts = [*self._defer_slow_compiles(ladders).items()], set[str]()
@@ -190,8 +192,8 @@ class Climb(Measured):
             raise spent
 
     def _defer_slow_compiles(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
-        """Put last the ladders that compile for so long that the budget has no time for their proof, if it has for that
-        of others. In a hurry they come last in any case: the others may be faster than estimated here."""
+        """Put ladders last if they compile for so long that the budget has no time left to prove them, unless that is
+        true of all. In a hurry, slow compiles come last in any case: the others may be faster than estimated."""
         now_ms, left_s = self.known.costs.now_ms, self.runner.left_with_grace_s()
         runs_s = {
             name: self.context.choose_ladder_length(ladders[name]).seconds(now_ms, self.start_s) for name in ladders

@@ -21,7 +21,6 @@ from fastloop.experiments.climb.candidates import (
 )
 from fastloop.experiments.climb.interface import Result, Runner
 from fastloop.experiments.climb.prediction import Context
-from fastloop.experiments.trials.trial import Variation
 from fastloop.judge.prediction import ABOVE, WORTH_PCT
 from fastloop.judge.statistics import Pool
 from fastloop.ladder import collect_cards
@@ -29,6 +28,7 @@ from fastloop.numbers import format_short
 from fastloop.records.card import Stack
 from fastloop.records.climb import TOP, Attempt, ClimbFile, Costs
 from fastloop.records.measurement import CEILINGS
+from fastloop.records.trial import Variation
 
 COPIES_SHOW = 0.01
 """Share of the step without loading: if copies take less, a trial without them is not worthwhile."""
@@ -59,13 +59,7 @@ class Measured:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        start: Start,
-        *,
-        warmup: int,
-        before: ClimbFile,
-        save: Callable[[], Any] = lambda: None,
+        self, runner: Runner, start: Start, *, warmup: int, before: ClimbFile, save: Callable[[], Any] = lambda: None
     ) -> None:
         self.runner, self.start, self.warmup, self.save = runner, start, warmup, save
         self.rows = list(before.rungs)
@@ -168,12 +162,7 @@ class Measured:
         self.start_s = min(pilot.start_s, self._known_start_s)
         batches = (pilot.global_batch or 1) / pilot.world_size / (pilot.micro_batch or 1)
         choose = partial(
-            choose_length,
-            step_ms,
-            step_ms,
-            queued=pilot.queued,
-            batches_per_step=max(1.0, batches),
-            warmup=self.warmup,
+            choose_length, step_ms, step_ms, queued=pilot.queued, batches_per_step=max(1.0, batches), warmup=self.warmup
         )
         took = choose().up_to(self.ends_at)
         compile_s = max(map(estimate_first_start_s, list_ladders(self.start).values()), default=0.0)

@@ -20,7 +20,6 @@ from fastloop.experiments.climb.candidates import (
     make_patch,
 )
 from fastloop.experiments.climb.interface import HOPELESS, Result, Runner
-from fastloop.experiments.trials.trial import Variation
 from fastloop.experiments.tune.choice import list_tunables
 from fastloop.experiments.tune.search import KnownTimes
 from fastloop.judge.prediction import NEAR, WORTH_PCT, predict_saved_ms
@@ -29,6 +28,7 @@ from fastloop.ladder import Ladder
 from fastloop.records.card import Patch, SearchSpace, Stack, read_int
 from fastloop.records.climb import Costs, End
 from fastloop.records.plan import PARITY_ORDER, Parity
+from fastloop.records.trial import Variation
 
 Top = tuple[Stack, Costs]
 """A stack, and what its steps cost."""
@@ -229,8 +229,9 @@ def _compare_with_largest(
     rest, large_rest = (each.then.replayed_ms if each.then is not None else None for each in (prediction, large))
     better = (
         large.ended is None
-        and None not in (rest, large_rest)
-        and (large_rest or 0.0) < (rest or 0.0) * (1 - number.tolerance)
+        and rest is not None
+        and large_rest is not None
+        and large_rest < rest * (1 - number.tolerance)
     )
     taken = value if better else getattr(getattr(Ladder(), rung), number.field)
     return dataclasses.replace(large if better else prediction, tuned={f"rungs.{rung}.{number.field}": taken})

@@ -21,13 +21,14 @@ from fastloop.experiments.climb.candidates import list_overrides
 from fastloop.experiments.climb.interface import Needs, Result, read_result
 from fastloop.experiments.climb.loop import CONFIRM_RUNS
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Trial, forget, read_finished
+from fastloop.experiments.trials.trial import forget, read_finished
 from fastloop.experiments.tune.search import KnownTimes, Search, Tuned
 from fastloop.judge import parity
 from fastloop.records.card import Stack
 from fastloop.records.climb import Confirmation
 from fastloop.records.experiment import Gate, Outcome, Sample
 from fastloop.records.plan import Parity
+from fastloop.records.trial import Trial
 
 MOST_NAMED = 3
 """A stack of more rungs is named after their number."""
@@ -93,9 +94,8 @@ class ProcessRunner:
         """Check that both stacks saw the same samples; not tested if a training claims no parity."""
         trials = [(left.trial, right.trial) for left, right in pairs if left.trial and right.trial]
         promise = parity_gates.find_class([trial for pair in trials for trial in pair])
-        outcome = parity.sum_up_gates(
-            promise, () if promise == "changes-training" else (parity_gates.judge_ledgers(trials, promise),)
-        )
+        gates = () if promise == "changes-training" else (parity_gates.judge_ledgers(trials, promise),)
+        outcome = parity.sum_up_gates(promise, gates)
         if outcome.passed is False:
             self._note_passport(outcome, base, arm, pairs)
         return outcome
@@ -107,10 +107,8 @@ class ProcessRunner:
         outcome = self.compare_ledgers(base, arm, pairs)
         if outcome.passed is False or not outcome.gates:
             return outcome
-        promise = outcome.parity_class
-        outcome = parity.sum_up_gates(
-            promise, (*outcome.gates, self._compare_gradients(at, base, arm, promise, what, need_s))
-        )
+        gate = self._compare_gradients(at, base, arm, outcome.parity_class, what, need_s)
+        outcome = parity.sum_up_gates(outcome.parity_class, (*outcome.gates, gate))
         self._note_passport(outcome, base, arm, pairs)
         return outcome
 

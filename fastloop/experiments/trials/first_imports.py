@@ -1,7 +1,7 @@
 """The imports that a script begins with: the fork server makes them once, and its trials find them made.
 
-Only packages below are imported ahead, which start no thread and keep no state that a trial would have of its own. The
-first import of another package ends the list: it may set a variable that the next one reads.
+Only the packages listed below are imported ahead: they start no threads and keep no state that trials must not share.
+The first import of another package ends the list, because it may set a variable that the next one reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ AHEAD = {
     *("transformers", "tokenizers", "diffusers", "accelerate", "peft", "datasets", "torch_geometric", "monai"),
     *("numpy", "scipy", "pandas", "sklearn", "PIL", "cv2", "albumentations", "matplotlib", "tqdm", "yaml", "omegaconf"),
 }
-"""Packages that take long to import, and what scripts import before them."""
+"""Packages that take long to import, and those that scripts usually import before them."""
 READ_BY_THEM = (
     "HF_",
     "HUGGINGFACE_",

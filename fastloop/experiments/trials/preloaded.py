@@ -27,7 +27,7 @@ from fastloop.experiments.trials.first_imports import READ_BY_THEM, list_first_i
 from fastloop.experiments.trials.fork_server import ForkRequest, Greeting, Reply, receive, send
 
 OURS = tuple(f"import fastloop.bridge.{name}" for name in ("fit.dry_run", "trials.ceilings", "trials.gradient_probe"))
-"""What is also imported for trials of configurations, which run fastloop's own program."""
+"""Further imports for trials of configurations, which run fastloop's own program."""
 PATIENCE_S = 120.0
 """Time limit for the server's imports."""
 SLOW_S = 2.0
@@ -196,18 +196,16 @@ def find_obstacle(command: Sequence[str], cwd: Path, variables: Mapping[str, str
     for name in sorted({*variables, *before}):
         if _is_read_early(name) and variables.get(name) != before.get(name):
             return f"{name} differs, which Python or a library reads at startup"
-    folders = _list_folders(variables.get("PYTHONPATH")) - _list_folders(before.get("PYTHONPATH"))
-    if not variables.get("PYTHONSAFEPATH"):
-        folders.add(str(cwd if script is None else script.resolve().parent))
-    gone = _list_folders(before.get("PYTHONPATH")) - _list_folders(variables.get("PYTHONPATH")) - {*greeting.path}
+    ours, theirs = _list_folders(before.get("PYTHONPATH")), _list_folders(variables.get("PYTHONPATH"))
+    own = [cwd if script is None else script.resolve().parent]
     for name, root in greeting.roots.items():
-        if root is not None and any(Path(root).is_relative_to(each) for each in gone):
+        if root is not None and any(Path(root).is_relative_to(each) for each in ours - theirs - {*greeting.path}):
             return f"{name} is already imported from a folder that is not on its PYTHONPATH"
-    if (shadow := _find_shadow(folders, greeting.roots)) is not None:
+    first = set() if variables.get("PYTHONSAFEPATH") else {str(own[0])}
+    if (shadow := _find_shadow(first | (theirs - ours), greeting.roots)) is not None:
         return f"{shadow} shadows a module that is already imported"
     known = {*greeting.roots, "fastloop"}
-    own = [cwd if script is None else script.resolve().parent]
-    for folder in map(Path, (*_list_folders(variables.get("PYTHONPATH")), *greeting.path)):
+    for folder in map(Path, (*theirs, *greeting.path)):
         if not any(folder.is_relative_to(each) for each in (sys.prefix, sys.base_prefix)):
             own.append(folder)
     return _find_early_variable(_list_modules(own, named[1], known) if script is None else {script}, own, known)

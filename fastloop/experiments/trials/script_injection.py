@@ -164,11 +164,8 @@ def check(command: Sequence[str]) -> None:
         )
     if shutil.which(command[0]) is None:
         if "=" in command[0]:
-            why, do = (
-                "exec takes no overrides",
-                "write them into a file: fastloop exec --config FILE.yaml -- python train.py",
-            )
-            raise ConfigError(got=repr(command[0]), why=why, do=do)
+            do = "write them into a file: fastloop exec --config FILE.yaml -- python train.py"
+            raise ConfigError(got=repr(command[0]), why="exec takes no overrides", do=do)
         if Path(command[0]).is_dir():
             raise make_folder_error(repr(command[0]), Path(command[0]))
         script, there = command[0].endswith(".py"), Path(command[0]).is_file()
@@ -222,11 +219,11 @@ def explain_unmeasured(name: str, events: Sequence[ScriptEvent], code: int) -> s
         return f"fastloop cannot be imported by the Python of {name}: {last['broken'].why}"
     if "gave_up" in last:
         return f"fastloop was disabled in {name} by an error: {last['gave_up'].why}"
-    if "constructed" not in last and "fabric" in last:
-        return f"{name} uses Lightning's Fabric without a Trainer, so there is no loop to measure"
-    if "constructed" not in last and code:
-        return f"{name} ended{after} before it made a Trainer"
     if "constructed" not in last:
+        if "fabric" in last:
+            return f"{name} uses Lightning's Fabric without a Trainer, so there is no loop to measure"
+        if code:
+            return f"{name} ended{after} before it made a Trainer"
         hidden = "`python -I`, `-E` or a wrapper that resets PYTHONPATH hides it from fastloop"
         return f"{name} ended without creating a Trainer. If it does create one, {hidden}"
     if "yielded" in last and "fit" not in last:

@@ -28,9 +28,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.records.readings import read_ranks
 from fastloop.records.run_files import MEASUREMENT
 from fastloop.records.secrets import Scrubber, make_scrubber
-from fastloop.records.trial import ANSWERS, Ledger, TrialAnswer
-from fastloop.records.trial import Trial as Trial
-from fastloop.records.trial import Variation as Variation
+from fastloop.records.trial import ANSWERS, Ledger, Trial, TrialAnswer, Variation
 
 CHILD = "fastloop.experiments.trials.trial_process"
 TRIAL, ANSWER, UNSAVED = "trial.json", "answer.json", "unsaved"

@@ -19,7 +19,7 @@ from fastloop.experiments.ab.arms import Arm, Ask, Progress
 from fastloop.experiments.ab.results import read_hardware
 from fastloop.experiments.trials.failures import ran_out_of_memory
 from fastloop.experiments.trials.supervise import Limits
-from fastloop.experiments.trials.trial import Trial, Variation, read_finished
+from fastloop.experiments.trials.trial import read_finished
 from fastloop.experiments.tune.choice import (
     AMPLE,
     FEW,
@@ -37,7 +37,7 @@ from fastloop.records.card import SearchSpace
 from fastloop.records.measurement import Measurement
 from fastloop.records.run_files import load_plan, load_verdicts
 from fastloop.records.store import decode
-from fastloop.records.trial import LoaderAnswer
+from fastloop.records.trial import LoaderAnswer, Trial, Variation
 from fastloop.records.tuning import LoaderTime, Point, TuningFile
 
 FIRST = "as-it-is"

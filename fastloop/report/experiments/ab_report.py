@@ -109,10 +109,8 @@ def describe_verdict(result: ExperimentResult) -> str:
 
 
 def _describe_against(result: ExperimentResult, best: Pair | None) -> str:
-    names = [cut(arm.name, NAME_LETTERS) for arm in result.arms[:1]] + (
-        [cut(best[0].arm, NAME_LETTERS)] if best else []
-    )
-    return " vs ".join(names)
+    names = [*(arm.name for arm in result.arms[:1]), *([best[0].arm] if best else [])]
+    return " vs ".join(cut(name, NAME_LETTERS) for name in names)
 
 
 def _describe(one: Comparison, arm: ArmResult) -> str:

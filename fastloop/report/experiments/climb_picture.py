@@ -21,9 +21,11 @@ NAME_LETTERS = 40
 def draw(climb: ClimbFile) -> tuple[Chart, ...]:
     """Draw the picture; empty if the start's rate is unknown."""
     naive, top = climb_rows.compute_rate(climb, climb.naive), climb_rows.compute_rate(climb, climb.top)
-    attempts, ceilings = climb_rows.list_steps(climb), climb_rows.list_ceilings_over_top(climb)
     if naive is None:
         return ()
+    attempts = climb_rows.list_steps(climb)
+    # If none was measured at the top, those of the start, which other arithmetic may exceed.
+    ceilings = climb_rows.list_ceilings(climb, top=True) or climb_rows.list_ceilings(climb)
     levels = [naive]
     for step in attempts:
         levels.append(step.rate if step.kept and step.rate is not None else levels[-1])

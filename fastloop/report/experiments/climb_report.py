@@ -83,9 +83,8 @@ def make_document(climb: ClimbFile) -> Document:
     headline = describe_verdict(climb)
     good = (headline.startswith("CONFIRMED") and "," not in headline) or headline == "NOTHING TO GAIN"
     rates, error_pct = _compare_rates(climb), climb_rows.compute_median_error_pct(climb)
-    predicted = (
-        "" if error_pct is None else f"The predictions were off by {format_number(error_pct, ',.0f')} % (median)."
-    )
+    error = format_number(error_pct, ",.0f")
+    predicted = "" if error_pct is None else f"The predictions were off by {error} % (median)."
     return Document(
         kind="climb",
         verdict=headline[:1] + headline[1:].lower(),
@@ -150,12 +149,11 @@ def _describe_confirmation(found: Confirmation) -> str:
     """Describe the confirmation in a sentence."""
     interval, level = verdict_words.format_interval(found), verdict_words.format_level(found)
     sure = f"{interval}, {level}, {found.runs or 'n/a'} runs of each"
-    ratio = (
-        "" if verdict_words.choose_word(found) == "PARITY FAILED" else f"{verdict_words.format_ratio(found)} ({sure}), "
-    )
-    return (
-        f"Best stack against baseline, fresh runs: {ratio}parity {verdict_words.describe_parity(found.parity) or 'n/a'}"
-    )
+    ratio = f"{verdict_words.format_ratio(found)} ({sure}), "
+    if verdict_words.choose_word(found) == "PARITY FAILED":
+        ratio = ""
+    parity = verdict_words.describe_parity(found.parity) or "n/a"
+    return f"Best stack against baseline, fresh runs: {ratio}parity {parity}"
 
 
 def _explain(climb: ClimbFile) -> str:
@@ -217,9 +215,8 @@ def _list_ladders(climb: ClimbFile) -> str:
     """List the shipped ladders with their measured rates, the fastest first."""
     known = [(name, rate) for name, rate in climb.ladders_samples_per_s.items() if rate is not None]
     rates = sorted(known, key=lambda each: -each[1])
-    return ", ".join(f"{name} {format_short(rate)}" for name, rate in rates) + (
-        " samples/s, one run each" if rates else ""
-    )
+    listed = ", ".join(f"{name} {format_short(rate)}" for name, rate in rates)
+    return f"{listed} samples/s, one run each" if rates else ""
 
 
 def _describe_end(climb: ClimbFile) -> str:

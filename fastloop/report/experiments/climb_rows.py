@@ -68,11 +68,9 @@ def _subtract(before: float | None, saved: float | None) -> float | None:
 
 def compute_rate(climb: ClimbFile, end: Speed) -> float | None:
     """Return the samples per second of the start or the top."""
-    return (
-        end.samples_per_s
-        if end.samples_per_s is not None
-        else _compute_rate(count_samples_per_step(climb), end.step_ms)
-    )
+    if end.samples_per_s is not None:
+        return end.samples_per_s
+    return _compute_rate(count_samples_per_step(climb), end.step_ms)
 
 
 def list_ceilings(climb: ClimbFile, *, top: bool = False) -> list[tuple[str, float]]:
@@ -80,11 +78,6 @@ def list_ceilings(climb: ClimbFile, *, top: bool = False) -> list[tuple[str, flo
     rates = climb.ceilings_top_samples_per_s if top else climb.ceilings_samples_per_s
     found = [(name, rate) for key, name in CEILING.items() if (rate := rates.get(key)) is not None]
     return sorted(found, key=lambda entry: entry[1])
-
-
-def list_ceilings_over_top(climb: ClimbFile) -> list[tuple[str, float]]:
-    """List the ceilings of the top, or if none was measured, of the start, which other arithmetic may exceed."""
-    return list_ceilings(climb, top=True) or list_ceilings(climb)
 
 
 def list_notes(climb: ClimbFile) -> dict[str, str]:

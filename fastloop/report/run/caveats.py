@@ -77,11 +77,9 @@ def list_unevenness(seen: Measurement) -> list[str]:
     """Report that a few long steps dominate the means."""
     known_ms = (seen.evidence.get("compilation") or {}).get("ms_per_step")
     times = measure_unevenness(seen, known_ms or 0.0)
-    return (
-        []
-        if times is None
-        else [f"the mean step is {times:.1f} times the median one: a few long steps distort these figures"]
-    )
+    if times is None:
+        return []
+    return [f"the mean step is {times:.1f} times the median one: a few long steps distort these figures"]
 
 
 def _list_disturbances(seen: Measurement) -> list[str]:

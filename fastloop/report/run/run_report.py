@@ -166,18 +166,17 @@ def _make_card(finding: Finding, seen: Measurement, *, is_first: bool, has_ceili
         title=_to_sentence(finding.title),
         share="" if finding.share_pct is None else f"{format_number(finding.share_pct)} % of the step",
         why="" if is_first else _capitalize(finding.why),
-        detail=tuple(line for _, line in tables.list_details([finding], seen)),
+        detail=tuple(line for line in finding.detail if line not in seen.state),
         bound="" if has_ceiling else summary.describe_ceiling(finding, seen) or "",
         patch=dump_yaml(dict(finding.patch)).rstrip() if finding.patch else "",
     )
 
 
 def _list_rungs(plan: Plan, verdicts: Sequence[Verdict], seen: Measurement) -> Section:
+    notes = (f"Parity class of the plan: {plan.parity}.", *summary.list_pay_backs(seen, verdicts))
     return Section(
         title="Rungs",
         table=tables.tabulate_rungs(verdicts),
-        notes=(f"Parity class of the plan: {plan.parity}.", *summary.list_pay_backs(seen, verdicts))
-        if verdicts
-        else (),
-        listed=tuple(f"`{rung}`: {note}" for rung, note in tables.list_rung_notes(plan)),
+        notes=notes if verdicts else (),
+        listed=tuple(f"`{step.rung}`: {note}" for step in plan.planned for note in step.change.notes),
     )

@@ -235,11 +235,8 @@ def describe_short_window(seen: Measurement) -> str | None:
     """Return why the window is too short; None if it is not."""
     if not seen.window_too_short:
         return None
-    return (
-        f"window too short: {say_count(seen.steps, 'step')}"
-        if seen.steps < 10
-        else "window too short for the loader's queues"
-    )
+    why = f": {say_count(seen.steps, 'step')}" if seen.steps < 10 else " for the loader's queues"
+    return f"window too short{why}"
 
 
 def list_one_time(seen: Measurement) -> list[tuple[str, float | None]]:

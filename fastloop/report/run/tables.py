@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fastloop.numbers import format_number, format_s, format_short
 from fastloop.records.measurement import PARTS, Measurement
-from fastloop.records.plan import Finding, Plan, Verdict
+from fastloop.records.plan import Verdict
 from fastloop.records.run_files import Environment, Machine, TorchFlags
 from fastloop.report.drawing.document import Table
 from fastloop.report.run import summary
@@ -91,22 +91,12 @@ def tabulate_one_time(seen: Measurement) -> Table:
     return Table("One-time costs", ("cause", "seconds"), rows, numeric=(1,), note=note)
 
 
-def list_details(found: Sequence[Finding], seen: Measurement) -> list[tuple[str, str]]:
-    """List the evidence behind the findings, with the bottleneck's name, without the machine's state."""
-    return [(finding.bottleneck, line) for finding in found for line in finding.detail if line not in seen.state]
-
-
 def tabulate_rungs(verdicts: Sequence[Verdict]) -> Table:
     took = {True: "yes", False: "no", None: "unknown"}
     rows = [(verdict.rung, took[verdict.took], verdict.why, verdict.parity_class) for verdict in verdicts]
     return Table(
         "Rungs", ("rung", "took", "evidence", "parity class"), rows, note="" if rows else "None is switched on."
     )
-
-
-def list_rung_notes(plan: Plan) -> list[tuple[str, str]]:
-    """List the planned rungs' notes for the user, with the rung's name."""
-    return [(step.rung, note) for step in plan.planned for note in step.change.notes]
 
 
 def describe_losses(seen: Measurement) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ import pytest
 
 from fastloop.experiments.ab import parity_gates
 from fastloop.experiments.ab.arms import Ask
-from fastloop.experiments.trials.trial import Trial
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import to_json
+from fastloop.records.trial import Trial
 from tests.experiments.made_arms import MadeArm
 
 

@@ -21,10 +21,10 @@ from fastloop.experiments.ab.arms import Arm, Ask
 from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_under_this_python
 from fastloop.experiments.trials import supervise
 from fastloop.experiments.trials.supervise import Ended, Limits
-from fastloop.experiments.trials.trial import Trial, read_finished
+from fastloop.experiments.trials.trial import read_finished
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode
-from fastloop.records.trial import GradientAnswer, ScriptEvent
+from fastloop.records.trial import GradientAnswer, ScriptEvent, Trial
 from tests.commands.command_line import run
 from tests.trainings import TRAIN
 

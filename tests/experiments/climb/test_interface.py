@@ -10,11 +10,10 @@ import pytest
 
 from fastloop.experiments.climb.interface import Result, read_result
 from fastloop.experiments.trials.supervise import TOO_SLOW
-from fastloop.experiments.trials.trial import Trial
 from fastloop.experiments.tune.search import compute_step_ms
 from fastloop.records import store
 from fastloop.records.measurement import Measurement
-from fastloop.records.trial import LoaderAnswer
+from fastloop.records.trial import LoaderAnswer, Trial
 
 MEASURED: dict[str, Any] = {
     "samples_per_s": 2000.0,

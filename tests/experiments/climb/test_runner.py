@@ -17,12 +17,13 @@ from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import GRACE_S, ClimbBudget, Length, Spent
 from fastloop.experiments.climb.interface import Needs, Result
 from fastloop.experiments.climb.runner import ProcessRunner
-from fastloop.experiments.trials.trial import Job, Trial, read_finished
+from fastloop.experiments.trials.trial import Job, read_finished
 from fastloop.experiments.tune.search import KnownTimes
 from fastloop.records import store
 from fastloop.records.experiment import Gate
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import read, to_json
+from fastloop.records.trial import Trial
 from tests.trainings import NET
 
 AMP = {"amp": {"enabled": True}}

@@ -17,7 +17,6 @@ from fastloop.experiments.trials import trial
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import (
     Job,
-    Trial,
     TrialRequest,
     forget,
     make_environment,
@@ -27,6 +26,7 @@ from fastloop.experiments.trials.trial import (
 )
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode, dump
+from fastloop.records.trial import Trial
 from tests.commands.command_line import run
 from tests.trainings import NET
 

@@ -13,7 +13,7 @@ import pytest
 from fastloop.config.loading import Config
 from fastloop.experiments.ab import arms
 from fastloop.experiments.ab.arms import ConfigArm
-from fastloop.experiments.trials.trial import TRIAL, Job, Trial
+from fastloop.experiments.trials.trial import TRIAL, Job
 from fastloop.experiments.tune import search as searching
 from fastloop.experiments.tune.search import (
     KnownTimes,
@@ -26,7 +26,7 @@ from fastloop.experiments.tune.search import (
 )
 from fastloop.records.measurement import Measurement
 from fastloop.records.store import decode
-from fastloop.records.trial import LoaderAnswer
+from fastloop.records.trial import LoaderAnswer, Trial
 from tests.trainings import SLOW
 
 Answers = Callable[[Config, str], Any]

@@ -93,10 +93,13 @@ def test_reasons_are_shown_as_they_were_written() -> None:
 
 
 def test_notes_are_shown_as_they_were_written() -> None:
-    step = Step(rung="amp", status="planned", change=Change(notes=(NASTY,)))
-    text = sections(made(plan=Plan(steps=(step,)), verdicts=[Verdict(rung="amp", took=True, why="x")]))["Rungs"]
+    steps = (
+        Step(rung="pin", status="skipped", change=Change(notes=("not planned",))),
+        Step(rung="amp", status="planned", change=Change(notes=(NASTY,))),
+    )
+    text = sections(made(plan=Plan(steps=steps), verdicts=[Verdict(rung="amp", took=True, why="x")]))["Rungs"]
     assert text.splitlines()[-1].startswith("* `amp`: a")
-    assert markup(text) == {"code_inline"}
+    assert markup(text) == {"code_inline"} and "not planned" not in text
     assert "Parity class of the plan: exact." in text
 
 

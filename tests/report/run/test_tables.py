@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fastloop.records.measurement import PARTS, Measurement
-from fastloop.records.plan import Change, Plan, Step, Verdict
+from fastloop.records.plan import Verdict
 from fastloop.records.run_files import Environment
 from fastloop.report.drawing.document import Table
 from fastloop.report.run import summary, tables
 from tests.report import samples
-from tests.report.run.test_summary import SEEN, WAITS
+from tests.report.run.test_summary import SEEN
 
 
 def values(table: Table) -> dict[str, Any]:
@@ -86,20 +86,10 @@ def test_what_adding_up_leaves_over_has_no_sign() -> None:
     assert values(tables.tabulate_parts(seen))["unexplained"][:2] == ("0.000", "0.0")
 
 
-def test_details_leave_out_what_the_state_says() -> None:
-    finding = dataclasses.replace(WAITS, detail=("a", "hot"))
-    assert tables.list_details([finding], dataclasses.replace(SEEN, state=("hot",))) == [("data_wait", "a")]
-
-
 def test_rungs() -> None:
     table = tables.tabulate_rungs([Verdict(rung="amp", took=None, why="x")])
     assert tuple(table.rows) == (("amp", "unknown", "x", "exact"),) and table.note == ""
     assert tables.tabulate_rungs([]).note == "None is switched on."
-    steps = (
-        Step(rung="amp", status="planned", change=Change(notes=("a", "b"))),
-        Step(rung="pin", status="skipped", change=Change(notes=("c",))),
-    )
-    assert tables.list_rung_notes(Plan(steps=steps)) == [("amp", "a"), ("amp", "b")]
 
 
 def test_losses() -> None:
