@@ -122,10 +122,10 @@ def parts(per_ms: float) -> None:
         "callback": planted.CUDA_PLANTS["callback"],
     }
     step_clock.FIRST_IN_DETAIL = 10**9
-    made = session.Trace
+    made = session.TraceProbe
     for name, plant in cases.items():
         seen: dict[str, Any] = {}
-        session.Trace = lambda *args, _seen=seen: Both(made(*args), _seen)  # type: ignore[misc,assignment]
+        session.TraceProbe = lambda *args, _seen=seen: Both(made(*args), _seen)  # type: ignore[misc,assignment]
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder)
             eyes_place = FastLoop._find_directory
@@ -153,7 +153,7 @@ def parts(per_ms: float) -> None:
                 "steps": [seen.get("steps"), told["steps"]],
             },
         )
-    session.Trace = made  # type: ignore[misc]
+    session.TraceProbe = made  # type: ignore[misc]
     step_clock.FIRST_IN_DETAIL = 8
 
 

@@ -38,6 +38,7 @@ from fastloop.experiments.trials.failures import Failed, make_failure, writing
 from fastloop.experiments.trials.run_directories import claim_or_resume, describe_partial, refuse_alone
 from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.trial import TRIAL, Job, allow_quick_starts, forget, refuse
+from fastloop.judge.verdict import exit_code
 from fastloop.records import store
 from fastloop.records.card import Stack
 from fastloop.records.climb import ClimbFile, Confirmation, Speed
@@ -294,13 +295,9 @@ def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Fai
 
 
 def _choose_exit_code(content: ClimbFile) -> int:
-    found = content.confirmed
-    if found is None:
+    if (found := content.confirmed) is None:
         return 4 if content.partial else 0
-    if found.failures:
-        return 1
-    unproven = found.verdict == "faster" and found.parity.undecided  # as in an A/B
-    return 3 if found.parity.passed is False else 4 if unproven or found.verdict == "inconclusive" else 0
+    return exit_code([found], failed=bool(found.failures))
 
 
 def _check(asked: ClimbRequest) -> None:

@@ -173,6 +173,10 @@ def test_nothing_to_gain_is_an_answer(pretend: Callable[..., Any], tmp_path: Pat
         ({"verdict": "faster"}, 0),
         ({"verdict": "faster", "parity": Outcome(gates=(Gate(name="gradient", passed=None, why="too few runs"),))}, 4),
         ({"verdict": "faster", "parity": Outcome()}, 0),
+        (
+            {"verdict": "no_difference", "parity": Outcome(gates=(Gate(name="gradient", passed=None, why="no step"),))},
+            4,
+        ),
     ],
 )
 def test_the_confirmation_decides_the_exit_code(confirmed: Any, code: int, pretend: Callable[..., Any]) -> None:
