@@ -171,12 +171,14 @@ def explain_no_time(spent_s: float, needed_s: float, allowed_s: float, kept_s: f
     step; None if there is."""
     if spent_s + needed_s + kept_s <= allowed_s:
         return None
+    limit = f"{format_short(allowed_s, 's', digits=2)}, {100 * REHEARSAL_SHARE:g} % of the remaining run"
+    if spent_s >= allowed_s:
+        return f"this run is too short to try it: trials have used up their limit of {limit}"
     gone = [f"{format_short(spent_s, 's', digits=2)} are spent"] if spent_s else []
     gone += [f"{format_short(kept_s, 's', digits=2)} are reserved for recording a step"] if kept_s else []
     of = f", of which {' and '.join(gone)}" if gone else ""
-    limit = f"{format_short(allowed_s, 's', digits=2)}, {100 * REHEARSAL_SHARE:g} % of the remaining run{of}"
     needed = format_short(needed_s, "s", digits=2)
-    return f"this run is too short to try it: that takes about {needed}, and the limit is {limit}"
+    return f"this run is too short to try it: that takes about {needed}, and the limit is {limit}{of}"
 
 
 def count_pay_back_steps(cost_s: float, saved_ms: float) -> float | None:

@@ -149,6 +149,8 @@ def test_long_times_are_said_without_an_exponent() -> None:
     assert str(explain_no_time(0.0, 123.4, 99.7)).endswith(
         "that takes about 123 s, and the limit is 100 s, 5 % of the remaining run"
     )
+    used_up = "this run is too short to try it: trials have used up their limit of 0.013 s, 5 % of the remaining run"
+    assert explain_no_time(0.015, 0.2, 0.013) == used_up
 
 
 def test_pay_back_after_it() -> None:
