@@ -41,7 +41,7 @@ oldest: .venv/.oldest
 # it, and every process would start seconds later.
 hugging-face: .venv/.hugging-face
 	PYTHONPATH=$(HUGGING_FACE) $(BIN)/python -m pytest -p no:cacheprovider -k hugging \
-		tests/feeds/attention/test_candidates.py tests/evidence/model/test_compiled_work.py
+		tests/feeds/attention/test_candidates.py tests/evidence/work/test_compiled_work.py
 
 readme: .venv/.dev
 	$(BIN)/python -m tests.test_readme

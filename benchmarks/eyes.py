@@ -32,7 +32,7 @@ from fastloop.bridge.watch import measurement, session
 from fastloop.evidence.clock import step_clock
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.evidence.gpu.efficiency import add_work
-from fastloop.evidence.model.flops import FlopCount
+from fastloop.evidence.work.flops import FlopCount
 
 TRACED = 20
 PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "callbacks_logging")

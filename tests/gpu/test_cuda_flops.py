@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastloop.evidence.model.flops import FlopCount, Work, may_count
+from fastloop.evidence.work.flops import FlopCount, Work, may_count
 from tests.evidence.model.test_flops import Attention, Blocks, trained
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply import read_facts
-from fastloop.evidence.model.compiled_work import return_itself
+from fastloop.evidence.work.compiled_work import return_itself
 from fastloop.feeds.batch_tree import BatchWindow, InputsChannelsLast, StagedWindow, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo

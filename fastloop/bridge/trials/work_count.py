@@ -20,7 +20,7 @@ from fastloop.bridge.trials.no_checkpoints import OnlyInside
 from fastloop.config.loading import Config, WatchSettings
 from fastloop.errors import FastLoopError
 from fastloop.evidence.gpu import measured_rates as measured
-from fastloop.evidence.model.flops import FlopCount
+from fastloop.evidence.work.flops import FlopCount
 from fastloop.feeds.batch_tree import CannotRegroup, count_samples
 from fastloop.feeds.splitting import cut
 

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fastloop.errors import let_through
-from fastloop.evidence.model.compiled_work import return_itself
+from fastloop.evidence.work.compiled_work import return_itself
 
 EVERY_S = 10.0
 PREFIX = "fastloop/"

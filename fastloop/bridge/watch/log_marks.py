@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastloop.bridge.watch.phases import Marks
-from fastloop.evidence.model.compiled_work import return_itself
+from fastloop.evidence.work.compiled_work import return_itself
 
 LOGGERS, SELF_LOG = "loggers", "self.log"
 _TURN = "update_train_step_metrics"

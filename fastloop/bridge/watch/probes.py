@@ -11,19 +11,20 @@ from typing import Any
 import torch
 
 from fastloop.bridge.watch.phases import Marks
-from fastloop.evidence.model.compiled_work import CompiledWork, find_compiled
-from fastloop.evidence.model.flops import FlopCount, may_count
 from fastloop.evidence.sync.cuda_warnings import SyncMarks
 from fastloop.evidence.sync.hunt import LogSites, SyncHunt
 from fastloop.evidence.trace.recording import TraceWindow
+from fastloop.evidence.work.captured_graphs import CapturedGraphs
+from fastloop.evidence.work.compiled_work import CompiledWork, find_compiled
+from fastloop.evidence.work.flops import FlopCount, may_count
 
 HUNTED_STEPS = 5
 MOST_LEAD_IN = 50
 
 
 class CountWork:
-    """Counts the work of one optimizer step while it runs; if it finds none, that of a later step. If modules are
-    compiled, their calls are recorded while the step runs and counted after it.
+    """Counts the work of one optimizer step while it runs; if it finds none, that of a later step. If modules or
+    functions are compiled, their calls are recorded while the step runs and counted after it.
 
     Args:
         preserve_state: context that restores a module's state after running it once more; None: modules are not run
@@ -33,14 +34,18 @@ class CountWork:
     def __init__(self, preserve_state: Callable[..., contextlib.AbstractContextManager[object]] | None = None) -> None:
         self._preserve_state = preserve_state
         self._compiled: CompiledWork | None = None
+        self._graphs, self._kept = CapturedGraphs(), contextlib.ExitStack()
         self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count FLOPs"}
         self._module: Any = None
         self._marks: Marks | None = None
         self._count: FlopCount | None = None
         self._samples, self._done = 0, False
 
-    def attach(self, module: torch.nn.Module, marks: Marks) -> None:
+    def attach(self, module: torch.nn.Module, marks: Marks) -> Callable[[], None]:
+        """Begin to keep the graphs that are captured; returns the undo."""
         self._module, self._marks = module, marks
+        self._kept.enter_context(self._graphs.keeps())
+        return self._kept.close
 
     def begin(self) -> None:
         """Count in the step that begins, unless the result is already known."""
@@ -49,9 +54,9 @@ class CountWork:
         self._samples = 0
         if (why := may_count(self._module)) is None:
             self._marks.around_work = self._count = FlopCount()
-        elif self._preserve_state is not None and find_compiled(self._module):
+        elif self._preserve_state is not None and (self._graphs.captured or find_compiled(self._module)):
             self._compiled = CompiledWork(self._module, self._preserve_state)
-            self._compiled.open()
+            self._compiled.open(self._graphs)
         else:  # a later step may be one of compiled modules
             self.found = {"per_sample": None, "why": why}
 
@@ -68,7 +73,10 @@ class CountWork:
         if self._compiled is not None:
             work, self._compiled = self._compiled, None
             work.close()
-            self.found, self._done = work.count(self._samples), True
+            self.found = work.count(self._samples)
+            self._done = self.found["per_sample"] is not None or bool(find_compiled(self._module))
+        if self._done:
+            self._kept.close()
 
     def give_up(self) -> None:
         """Stop without a result."""

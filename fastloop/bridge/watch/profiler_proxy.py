@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastloop.bridge.watch.phases import NEXT, NOTHING
-from fastloop.evidence.model.compiled_work import return_itself
+from fastloop.evidence.work.compiled_work import return_itself
 
 
 class WatchingProfiler:

@@ -139,7 +139,7 @@ class Session:
         self.watch.ends_at = count_planned_steps(trainer)
         self._live = LiveMetrics(trainer, self.read_figures)
         self._logs = LogMarks(trainer, module, self.watch.marks)
-        self.work.attach(module, self.watch.marks)
+        detach = self.work.attach(module, self.watch.marks)
         self.memory.begin(list_owners(trainer))
         self.watch.marks.unheard = list_empty_hook_actions(trainer, module)
         if self.hunt is not None:
@@ -147,7 +147,7 @@ class Session:
         if self.trace is not None:
             per_step = max(1, trainer.accumulate_grad_batches)
             self.trace.attach(self.watch.marks, math.ceil(self.watch.clock.queued_batches / per_step))
-        return [self._live.show_on_bar(trainer), self._logs.undo]
+        return [self._live.show_on_bar(trainer), self._logs.undo, detach]
 
     def stop(self) -> None:
         """Stop everything that we started, because we give up or the fit is over."""

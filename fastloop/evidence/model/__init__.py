@@ -1,1 +1,1 @@
-"""Properties of the model: floating-point operations, captured graphs, memory that grows, distance of gradients."""
+"""Properties of the model: captured graphs, memory that grows, distance of gradients."""

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from fastloop import FastLoop
 from fastloop.bridge.apply import read_training
-from fastloop.evidence.model import flops
+from fastloop.evidence.work import flops
 from tests import models
 
 

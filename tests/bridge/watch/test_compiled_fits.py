@@ -23,15 +23,18 @@ def fit(kind: str, config: Any = None, *, watched: bool = True) -> tuple[list[fl
         module.net = torch.compile(module.net, backend="aot_eager")
     elif kind == "call":
         torch.nn.Module.compile(module.net[0], backend="aot_eager")
+    elif kind == "function":
+        module.training_step = torch.compile(module.training_step, backend="aot_eager")
+    whole: Any = torch.compile(module, backend="aot_eager") if kind == "LightningModule" else module
     loop = FastLoop(config, quiet=True)
-    trainer(callbacks=[loop] if watched else []).fit(module, loader(samples=256, shuffle=True))
+    trainer(callbacks=[loop] if watched else []).fit(whole, loader(samples=256, shuffle=True))
     dynamo = torch._dynamo.utils.counters
     stats = {**dynamo["stats"], **dynamo["frames"]}
     forget_compiles()
     return module.losses, stats, loop.measurement
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "call"])
+@pytest.mark.parametrize("kind", ["wrapper", "call", "LightningModule", "function"])
 def test_a_compiled_model_of_the_users_is_counted_and_left_alone(kind: str) -> None:
     losses, compiled, seen = fit(kind)
     plain = fit(kind, watched=False)

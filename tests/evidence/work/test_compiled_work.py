@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from fastloop.bridge.apply.state.untouched import preserve_state
-from fastloop.evidence.model.compiled_work import SOURCE, CompiledWork, find_compiled
-from fastloop.evidence.model.flops import FlopCount
+from fastloop.evidence.work.compiled_work import SOURCE, CompiledWork, find_compiled
+from fastloop.evidence.work.flops import FlopCount
 from tests.bridge.watch.made_up import forget_compiles
 
 
@@ -309,7 +309,7 @@ def test_the_outermost_compiled_modules_are_found() -> None:
 def test_no_call_and_too_many_are_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
     root = hold(nn.Linear(4, 4), "call")
     assert "not called" in note(root, torch.ones(2, 4), net=nn.Linear(4, 4)).count(2)["why"]
-    monkeypatch.setattr("fastloop.evidence.model.compiled_work.MOST_CALLS", 0)
+    monkeypatch.setattr("fastloop.evidence.work.compiled_work.MOST_CALLS", 0)
     assert "more than 0 times" in note(root, torch.ones(2, 4)).count(2)["why"]
 
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_noted_does_not_stop_the_step(monkeypatch: pytest.MonkeyP
     def fail(*_: Any) -> None:
         raise RuntimeError("no shapes")
 
-    monkeypatch.setattr("fastloop.evidence.model.compiled_work._make_fake", fail)
+    monkeypatch.setattr("fastloop.evidence.work.compiled_work._make_fake", fail)
     root = hold(nn.Linear(4, 4), "call")
     assert "cannot be kept: RuntimeError" in note(root, torch.ones(2, 4)).count(2)["why"]
     assert all(each.grad is not None for each in root.parameters())

@@ -1,9 +1,10 @@
-"""The work of compiled modules: records their calls while a step runs, and counts it afterwards without data.
+"""The work of compiled code: its calls are recorded while a step runs, and counted afterwards without data.
 
 Fused operators are invisible, and a compiled step must not change. So the shapes of a call's arguments are kept, and
 after the step the module's uncompiled code runs forward and backward on tensors without data (torch's fake tensors),
 under the same count as an eager step. This computes nothing, allocates nothing on the device, draws no random numbers
-and compiles nothing. Where blocks of a model are compiled one by one, the model is run as a whole.
+and compiles nothing. Where blocks of a model are compiled one by one, the model is run as a whole. Where no module is
+compiled but functions are, their captured graphs are run.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastloop.errors import let_through
-from fastloop.evidence.model.flops import FlopCount, Work
+from fastloop.evidence.work.captured_graphs import CapturedGraphs
+from fastloop.evidence.work.flops import FlopCount, Work
 
 SOURCE = "the compiled modules' calls of one step, run again without data"
+GRAPHS = "the graphs that torch.compile captured for one step, run again without data"
 MOST_CALLS = 256
 """Limit per step: more are not worth the time."""
 
@@ -37,6 +40,8 @@ class _Call:
     kwargs: Mapping[str, Any]
     grad: bool
     autocast: tuple[str, torch.dtype, bool]
+    tensors: frozenset[int]
+    """Identities of the arguments that are tensors: a graph gets parameters as arguments."""
 
 
 def find_compiled(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -74,10 +79,17 @@ class CompiledWork:
         self._calls: list[_Call] = []
         self.enclosing = 0
         """Calls of enclosing modules that are running now."""
+        self._source = SOURCE
         self._undos: list[Callable[[], None]] = []
 
-    def open(self) -> None:
-        for module in find_compiled(self._root):
+    def open(self, graphs: CapturedGraphs | None = None) -> None:
+        """Begin to record calls of compiled modules, or of these graphs if there are none."""
+        compiled = find_compiled(self._root)
+        if graphs is not None and not compiled:
+            self._source, noted = GRAPHS, contextlib.ExitStack()
+            noted.enter_context(graphs.noted(lambda graph, args: self._note_safely(graph, args, {}, is_compiled=True)))
+            self._undos.append(noted.close)
+        for module in compiled:
             is_wrapper = type(module).__name__ == "OptimizedModule"
             self._wrap(module, "forward" if is_wrapper else "_compiled_call_impl", encloses=False)
         for module in find_enclosing(self._root):
@@ -97,28 +109,33 @@ class CompiledWork:
         """The work of the recorded calls, in the form of ``Measurement.flops``. Call it between two steps."""
         calls, self._calls = self._calls, []
         if not calls and self.why is None:
-            self.why = "the compiled modules were not called in the counted step"
+            what = "modules were not called" if self._source == SOURCE else "functions did not run"
+            self.why = f"the compiled {what} in the counted step"
         work = None
         if self.why is None:
             work = self._count_calls([each for each in calls if not each.is_inside])
             if work is None and not all(each.is_compiled for each in calls):
                 self.why = None  # what encloses them cannot run without data, but they may
                 work = self._count_calls([each for each in calls if each.is_compiled])
-        return {"per_sample": None, "source": SOURCE, "why": self.why} if work is None else work.per(samples, SOURCE)
+        source = self._source
+        return {"per_sample": None, "source": source, "why": self.why} if work is None else work.per(samples, source)
 
     def _count_calls(self, calls: Sequence[_Call]) -> Work | None:
         """Count these calls; None if one cannot run, and `why` then says so."""
         count, lacks_backward = FlopCount(), False
         for call in calls:
             try:
-                lacks_backward |= self._count_call(call, count)
+                before = count.work.total
+                lacks_backward |= self._count_call(call, count) and count.work.total > before
             except Exception as error:  # whatever the user's code raises without data
                 let_through(error)
                 what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
                 self.why = f"{type(call.module).__name__} is compiled, and cannot run without data: {what}"
                 return None
         counted = [*find_compiled(self._root), *(call.module for call in calls)]
-        inside = {id(each) for module in counted for each in module.parameters()}
+        inside = {id(each) for module in counted for each in module.parameters()}.union(
+            *(each.tensors for each in calls)
+        )
         has_rest = any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
         return dataclasses.replace(count.work, at_least=count.work.at_least or lacks_backward or has_rest)
 
@@ -134,7 +151,8 @@ class CompiledWork:
             self.why = f"compiled modules were called more than {MOST_CALLS} times in a step"
             return
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        device = next((each.device.type for each in module.parameters()), "cpu")
+        given = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        device = next((each.device.type for each in (*module.parameters(), *given)), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._calls.append(
             _Call(
@@ -147,12 +165,20 @@ class CompiledWork:
                 kwargs=_make_fake(fake, dict(kwargs)),
                 grad=torch.is_grad_enabled(),
                 autocast=autocast,
+                tensors=frozenset(map(id, given)),
             )
         )
 
+    def _note_safely(self, *call: Any, is_compiled: bool) -> None:
+        try:
+            self.note(*call, is_compiled=is_compiled)
+        except Exception as error:  # recording must never break the step
+            let_through(error)
+            self.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
+
     def _is_again(self) -> bool:
         in_backward = torch._C._current_graph_task_id() >= 0
-        return in_backward and not all(each.is_compiled for each in self._calls)
+        return in_backward and (self._source == GRAPHS or not all(each.is_compiled for each in self._calls))
 
     def _count_call(self, call: _Call, count: FlopCount) -> bool:
         """Count one call; returns whether its backward is missing."""
@@ -179,11 +205,7 @@ class _Noting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
-        try:
-            self.notes.note(self.module, args, kwargs, is_compiled=not self.encloses)
-        except Exception as error:  # recording must never break the step
-            let_through(error)
-            self.notes.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
+        self.notes._note_safely(self.module, args, kwargs, is_compiled=not self.encloses)
         self.notes.enclosing += self.encloses
         try:
             return self.call(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastloop.evidence.model.flops import FlopCount, Work, may_count
+from fastloop.evidence.work.flops import FlopCount, Work, may_count
 
 Tensor = torch.Tensor
 
@@ -126,7 +126,7 @@ def test_a_transformer_counts_the_same_fused_and_written_out() -> None:
 def test_attention_is_counted_as_torch_does_where_torch_can() -> None:
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-    from fastloop.evidence.model import flops
+    from fastloop.evidence.work import flops
 
     q, k, v, grad = (torch.empty(2, 4, 6, 8), torch.empty(2, 4, 5, 8), torch.empty(2, 4, 5, 3), torch.empty(2, 4, 6, 3))
     assert flops._count_attention(q, k, v)[1] == sdpa_flop_count(q.shape, k.shape, v.shape)
@@ -323,7 +323,7 @@ def test_what_is_cheap_or_known_makes_no_at_least(run: Callable[[], Any]) -> Non
 
 
 def test_a_formula_that_fails_costs_the_count_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastloop.evidence.model import flops
+    from fastloop.evidence.work import flops
 
     calls = []
 
@@ -480,7 +480,7 @@ def test_a_replayed_graph_is_refused() -> None:
 
 def test_neither_asking_nor_counting_imports_dynamo() -> None:
     code = (
-        "import sys, torch; from fastloop.evidence.model.flops import FlopCount, may_count; m = torch.nn.Linear(2, 2)\n"
+        "import sys, torch; from fastloop.evidence.work.flops import FlopCount, may_count; m = torch.nn.Linear(2, 2)\n"
         "assert may_count(m) is None\nwith FlopCount() as count: m(torch.ones(1, 2)).sum().backward()\n"
         "assert count.work.total == 16, count.work\nassert 'torch._dynamo' not in sys.modules"
     )
