@@ -11,8 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastloop.bridge.apply.state.untouched import preserve_state
+from fastloop.evidence.work.captured_graphs import CapturedGraphs
+from fastloop.evidence.work.compiled_work import CompiledWork
 from fastloop.evidence.work.flops import FlopCount, Work, may_count
-from tests.evidence.model.test_flops import Attention, Blocks, trained
+from tests.evidence.work.test_flops import Attention, Blocks, trained
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 
@@ -108,3 +111,22 @@ def test_a_graph_being_captured_is_refused() -> None:
         why = may_count(layer)
         x + 1
     assert why is not None and "CUDA graph" in why
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_function_that_inductor_compiled_counts_as_eager(mode: str) -> None:
+    torch._dynamo.reset()
+    network, graphs = Attention(32).cuda(), CapturedGraphs()
+    x = torch.randn(2, 16, 32, device="cuda", requires_grad=True)
+    eager = trained(network, x).work
+    compiled: Any = torch.compile(lambda x: network(x), mode=mode)
+    with graphs.keeps():
+        for _ in range(3):
+            compiled(x).sum().backward()
+        work = CompiledWork(network, preserve_state)
+        work.open(graphs)
+        compiled(x).sum().backward()
+        work.close()
+    found = work.count(1)
+    assert graphs.captured == 1 and found["per_sample"] == eager.total and found["at_least"] is False
+    torch._dynamo.reset()
