@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fastloop.evidence.samples.state_mark import StateMark
-from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, parts_in_place
 from fastloop.feeds.workers.ending import end_workers
 from fastloop.feeds.workers.read_twice import ReadTwice
 
@@ -82,9 +82,5 @@ class FreshWorkers:
 def _begin_apart(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Start an iterator with workers of its own, for a callback that reads a loader in mid-epoch. From a loader that
     keeps its workers, torch would return the one iterator that the training is reading, started anew."""
-    own = {name: loader.__dict__[name] for name in ("persistent_workers", "_iterator")}
-    loader.__dict__.update(persistent_workers=False, _iterator=None)
-    try:
+    with parts_in_place(loader, {"persistent_workers": False, "_iterator": None}):
         return begin()
-    finally:
-        loader.__dict__.update(own)

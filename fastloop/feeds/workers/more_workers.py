@@ -20,12 +20,13 @@ from fastloop.evidence import loader_queue
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
-from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, name_sampler
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, name_sampler, parts_in_place
 from fastloop.feeds.workers.ending import end_workers, kill_started
 from fastloop.feeds.workers.pace import Left, Pace
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import LOOK_S
 from fastloop.numbers import format_short
+from fastloop.records.plan import say_count
 
 LEAST_GAIN = 1.05
 
@@ -54,6 +55,8 @@ class MoreWorkers:
     ) -> None:
         self.most, self._count_left, self._tell, self._epochs = most, count_left, tell, epochs
         self._room_bytes, self._is_training = room_bytes, is_training
+        self._repeats = epochs is not begin_unchanged
+        """Whether the old workers end at a change, and new ones make again what they had begun."""
         self._pending = PendingIndices()
         self._iterator: Callable[[], Any] = lambda: None
         """Returns the iterator that receives the workers' batches."""
@@ -113,9 +116,7 @@ class MoreWorkers:
                 self._pending.pending.popleft()
                 now = time.perf_counter()
                 if then is None and (found := self._note(loader, batch, now - asked, now - last)) is not None:
-                    if (
-                        self._epochs is not begin_unchanged
-                    ):  # the old workers end, and others repeat what they have begun
+                    if self._repeats:
                         source = self._start_anew(loader, begin, source, found)
                     else:
                         then = self._start_beside(loader, begin, found)
@@ -138,7 +139,7 @@ class MoreWorkers:
             kill_started(others, LOOK_S)
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
-            self.is_faster, self.change = False, f"{_name(old)} as before: {quote(error, briefly=True)}"
+            self.is_faster, self.change = False, f"{say_count(old, 'worker')} as before: {quote(error, briefly=True)}"
             return None
 
     def _start_anew(
@@ -156,33 +157,29 @@ class MoreWorkers:
         """Return the old number of workers if having more may have caused this error, such as too little memory, or a
         ``worker_init_fn`` for fewer workers; else None. If the dataset raised it, it will do so again."""
         before, now = self._before, self._pace
-        if self._epochs is not begin_unchanged or before is None or now is None or self._pending.has_raised(error):
+        if self._repeats or before is None or now is None or self._pending.has_raised(error):
             return None
         if now.workers <= before.workers:
             return None
         self.is_faster = False
-        self.change = f"{_name(before.workers)} again: {quote(error, briefly=True)}"
+        self.change = f"{say_count(before.workers, 'worker')} again: {quote(error, briefly=True)}"
         return before.workers
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], *, beside: bool = False) -> Any:
         """Start the loader's iterator on our indices; the loader keeps its own sampler."""
         name = name_sampler(loader)
-        own = getattr(loader, name)
-        self._pending.inner = own
+        self._pending.inner = getattr(loader, name)
         if self._pace is None or self._pace.workers != loader.num_workers:
             ready = loader.num_workers * int(loader.prefetch_factor or 1)
             self._pace = Pace(loader.num_workers, ready if beside else 0)
-        loader.__dict__[name] = self._pending
 
         def begin_noted() -> Iterator[Any]:
             iterator = begin()
             self._iterator = weakref.ref(iterator)  # weak: its workers end when nothing refers to it
             return iterator
 
-        try:
+        with parts_in_place(loader, {name: self._pending}):
             return self._epochs(loader, begin_noted)
-        finally:
-            loader.__dict__[name] = own
 
     def _note(self, loader: DataLoader[Any], batch: Any, waited_s: float, took_s: float) -> int | None:
         """Note a batch's times; return the number of workers to continue with, None for the current one."""
@@ -192,8 +189,8 @@ class MoreWorkers:
         if self.is_faster is None:
             pace.note(waited_s, took_s, loader_queue.count_ready(self._iterator()))
         if self._before is None:
-            loses, stay = self._epochs is not begin_unchanged, bool(loader.persistent_workers)
-            found = pace.find_more(self.most, self._count_left(), loses=loses, stay=stay)
+            stay = bool(loader.persistent_workers)
+            found = pace.find_more(self.most, self._count_left(), loses=self._repeats, stay=stay)
             if found is None:
                 return None
             workers, is_now = self._fit(loader, batch, found[0]), found[1]
@@ -227,13 +224,9 @@ class MoreWorkers:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
             self._tell(self.change)
             return None
-        self.change = f"{_name(before.workers)} again: with {pace.workers} it was {figures}"
+        self.change = f"{say_count(before.workers, 'worker')} again: with {pace.workers} it was {figures}"
         self._tell(self.change)
         return before.workers
-
-
-def _name(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def _set_number(loader: DataLoader[Any], workers: int) -> None:

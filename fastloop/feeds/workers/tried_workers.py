@@ -26,7 +26,7 @@ from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
-from fastloop.feeds.lazy_loader import name_sampler
+from fastloop.feeds.lazy_loader import name_sampler, parts_in_place
 from fastloop.feeds.workers.ending import end_workers, kill_started, kill_workers
 from fastloop.feeds.workers.in_worker import Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.launch_room import LeavesRoom
@@ -235,14 +235,10 @@ class TriedWorkers:
             "collate_fn": Send(loader.collate_fn, self._costs.made_ms, self.drew),
             "worker_init_fn": SendsExits(self._whereabouts.make_init(init)),
         }
-        own = {part: getattr(loader, part) for part in parts}
         self._handed_out = self._handed_out if loader._iterator is not None else 0
         _set_timeout(loader._iterator, 0)  # persistent workers may first have to finish the last epoch's batches
-        loader.__dict__.update(parts)
-        try:
+        with parts_in_place(loader, parts):
             iterator = begin()
-        finally:
-            loader.__dict__.update(own)
         if loader.num_workers:
             _set_timeout(iterator, LOOK_S)
         return iterator
