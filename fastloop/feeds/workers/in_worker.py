@@ -1,8 +1,11 @@
-"""Code that workers on trial run in their processes: they pickle each batch themselves, and send what they raise."""
+"""Code that workers on trial run in their processes: they leave CPUs to the training, pickle each batch themselves, and
+send what they raise."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import pickle
 import random
 import statistics
@@ -21,6 +24,47 @@ from fastloop.errors import let_through
 
 TIMED = 9
 """Batches whose making and transfer are timed before the two times are compared."""
+_NICENESS = 5
+
+
+@dataclass(frozen=True)
+class LeavesRoom:
+    """A ``worker_init_fn`` that keeps its worker off some CPUs, and then calls the loader's own function. So the thread
+    that launches the device's work never waits for a CPU; the training process itself does not change.
+
+    Args:
+        own: the loader's ``worker_init_fn``, or None.
+        free_cpus: CPUs reserved for the training processes on this machine. If affinity cannot be set, the worker
+            raises its niceness instead.
+    """
+
+    own: Callable[[int], None] | None
+    free_cpus: int
+
+    def __call__(self, worker_id: int) -> None:
+        if not _keep_off(self.free_cpus):
+            with contextlib.suppress(OSError):
+                os.nice(_NICENESS)
+        _limit_opencv()
+        if self.own is not None:
+            self.own(worker_id)
+
+
+def _keep_off(free_cpus: int) -> bool:
+    """Keep this process off the last of its allowed CPUs, the same for all workers; return False if impossible."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has affinity, and a sandbox may forbid it
+        usable = sorted(os.sched_getaffinity(0))
+        if len(usable) > 2 * free_cpus:
+            os.sched_setaffinity(0, usable[:-free_cpus])
+        return True
+    return False
+
+
+def _limit_opencv() -> None:
+    """Limit OpenCV to one thread in each worker, like torch's threads, if it would use all CPUs."""
+    cv2: Any = sys.modules.get("cv2")
+    if cv2 is not None and cv2.getNumThreads() >= (os.cpu_count() or 1):
+        cv2.setNumThreads(1)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.feeds.lazy_loader import name_sampler, parts_in_place
 from fastloop.feeds.workers.ending import end_workers, kill_started, kill_workers
-from fastloop.feeds.workers.in_worker import Order, Send, SendsExits, Unsent
-from fastloop.feeds.workers.launch_room import LeavesRoom
+from fastloop.feeds.workers.in_worker import LeavesRoom, Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.pace import WorkerCosts
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.read_twice import ReadTwice
