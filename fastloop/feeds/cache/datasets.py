@@ -13,25 +13,12 @@ from torch.utils.data import ConcatDataset, Subset
 from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identify_files, read_method
 from fastloop.feeds.cache.marking import MARK
 from fastloop.feeds.cache.sample_cache import SampleCache
+from fastloop.feeds.images.nested import list_leaves, list_parts
 from fastloop.feeds.images.own_samples import check_named
 from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
 from fastloop.feeds.lazy_loader import StandInDataset
 
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def list_leaves(dataset: Any) -> list[Any]:
-    """List the datasets inside Subset and ConcatDataset, each once."""
-    parts = _list_parts(dataset)
-    leaves = [leaf for part in parts for leaf in list_leaves(part)] if parts else [dataset]
-    return list({id(leaf): leaf for leaf in leaves}.values())
-
-
-def _list_parts(dataset: Any) -> list[Any]:
-    """List the datasets directly inside a Subset or ConcatDataset."""
-    if type(dataset) is Subset:
-        return [dataset.dataset]
-    return list(dataset.datasets) if type(dataset) is ConcatDataset else []
 
 
 # -- image files ------------------------------------------------------------------------------------------------------
@@ -108,7 +95,7 @@ def _list_settings(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
     names = {Subset: ("indices", "dataset"), ConcatDataset: ("datasets",)}
     for name in names.get(type(dataset), ("transform", "target_transform", "loader")):
         yield dataset, name, getattr(dataset, name, None)
-    for part in _list_parts(dataset):
+    for part in list_parts(dataset):
         yield from _list_settings(part)
 
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import Drawing, draw, draw_parts
 from fastloop.feeds.device_store.pictures import Pictures, fill
-from fastloop.feeds.images.byte_batches import ToFloats, find_user_dataset, is_color, make_bytes, replace_transform
+from fastloop.feeds.images.byte_batches import ToFloats, is_color, make_bytes, replace_transform
+from fastloop.feeds.images.nested import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.images.reading import ImageSource, Transform, read_source
 from fastloop.records.facts import format_bytes

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
 
 from fastloop.errors import NotApplicable, describe, let_through
+from fastloop.feeds.images.nested import list_leaves
 from fastloop.feeds.images.reading import METHOD
 
 COMPARED = 4
@@ -31,18 +31,9 @@ def check_named(
     Raises:
         NotApplicable: they differ.
     """
-    for leaf in _list_named(dataset):
-        _compare(leaf, make(leaf), collate)
-
-
-def _list_named(dataset: Any) -> Iterator[Any]:
-    if type(dataset) is Subset:
-        yield from _list_named(dataset.dataset)
-    elif type(dataset) is ConcatDataset:
-        for part in dataset.datasets:
-            yield from _list_named(part)
-    elif hasattr(dataset, METHOD):
-        yield dataset
+    for leaf in list_leaves(dataset):
+        if hasattr(leaf, METHOD):
+            _compare(leaf, make(leaf), collate)
 
 
 def _compare(dataset: Any, make: Callable[[int], Any], collate: Callable[[Any], Any]) -> None:

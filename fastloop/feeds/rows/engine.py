@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 
 from fastloop.errors import NotApplicable, let_through
 from fastloop.feeds.device_store.draws import send
-from fastloop.feeds.images.byte_batches import find_user_dataset
+from fastloop.feeds.images.nested import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
 from fastloop.feeds.rows.reading import Column, NotRows, Rows, read_rows
 from fastloop.records.facts import Follows, format_bytes
