@@ -85,10 +85,7 @@ class MadeAnew:
         return kind.create_fetcher(*how).fetch(self.due.popleft())
 
 
-Begin = Callable[[], MadeAnew]
-
-
-def watch_loader(loader: Any, own: Any) -> Begin | None:
+def watch_loader(loader: Any, own: Any) -> Callable[[], MadeAnew] | None:
     """Prepare our copy of the user's `own` loader; returns what begins to watch an epoch. None if its batches cannot be
     outdated (the user's workers hold older copies in a plain run, too) or nothing is known of them."""
     if not isinstance(loader, DataLoader) or loader is own or own.num_workers or makes_iterators(type(own)):
