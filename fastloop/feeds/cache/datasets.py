@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class CachedImages(StandInDataset):
 
     _OWN = ("inner", "sample_cache", "fingerprint")
 
-    def __init__(self, inner: Any, sample_cache: SampleCache | _NoCache, fingerprint: bytes) -> None:
+    def __init__(self, inner: Any, sample_cache: SampleCache, fingerprint: bytes) -> None:
         self.inner, self.sample_cache, self.fingerprint = inner, sample_cache, fingerprint
         object.__setattr__(self, "_reading", _Reading(inner))
 
@@ -53,10 +53,7 @@ class CachedImages(StandInDataset):
             key = digest_texts(self.fingerprint.hex(), identify_files(path))
         except OSError:  # opening the file will raise a clear error
             key = None
-        sample = self.sample_cache.fetch(key, lambda: reading.make(path))
-        for call in reading.rest:
-            sample = call(sample)
-        return sample, label
+        return reading.finish(self.sample_cache.fetch(key, lambda: reading.make(path))), label
 
 
 class _Reading:
@@ -68,7 +65,6 @@ class _Reading:
         self._leaf = list_leaves(dataset)[0]
         self._calls = list(list_calls(getattr(self._leaf, "transform", None)))
         self._prefix = self.source.transforms[: len(self.source.facts.prefix)]
-        self.rest = self._calls[len(self._prefix) :]
 
     def holds(self) -> bool:
         """Whether the dataset's parts and transforms are still the ones first read."""
@@ -87,6 +83,17 @@ class _Reading:
             picture = each.call(picture)
         if self.source.unknown is None:
             picture.info = {}  # none of the remaining transforms reads it
+        return picture
+
+    def make_sample(self, index: int) -> Any:
+        """Make a sample without a store."""
+        path, label = self.source.locate(index)
+        return self.finish(self.make(path)), label
+
+    def finish(self, picture: Any) -> Any:
+        """Apply the remaining transforms."""
+        for call in self._calls[len(self._prefix) :]:
+            picture = call(picture)
         return picture
 
 
@@ -121,15 +128,7 @@ def check_images(dataset: Any) -> None:
     Raises:
         NotApplicable: they differ.
     """
-    check_named(dataset, lambda leaf: CachedImages(leaf, _NoCache(), b"").__getitem__)
-
-
-class _NoCache:
-    def fetch(self, _key: bytes | None, make: Callable[[], Any]) -> Any:
-        return make()
-
-    def note_changed(self) -> None:
-        pass
+    check_named(dataset, lambda leaf: _Reading(leaf).make_sample)
 
 
 # -- marked methods ---------------------------------------------------------------------------------------------------

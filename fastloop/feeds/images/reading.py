@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,11 +82,8 @@ def read_source(dataset: Any) -> ImageSource:
         NotImages: it is not recognized as a dataset of image files.
     """
     if type(dataset) is Subset:
-        inner = read_source(dataset.dataset)
-        indices = dataset.indices
-        return ImageSource(
-            lambda index: inner.locate(int(indices[index])), len(dataset), inner.transforms, inner.unknown
-        )
+        inner, indices = read_source(dataset.dataset), dataset.indices
+        return replace(inner, locate=lambda index: inner.locate(int(indices[index])), count=len(dataset))
     if type(dataset) is ConcatDataset:
         return _read_parts([read_source(part) for part in dataset.datasets], dataset.cumulative_sizes)
     if hasattr(dataset, METHOD):
@@ -103,7 +100,7 @@ def _read_parts(parts: Sequence[ImageSource], ends: Sequence[int]) -> ImageSourc
         place = next(place for place, end in enumerate(ends) if index < end)
         return parts[place].locate(index - (ends[place - 1] if place else 0))
 
-    return ImageSource(locate, ends[-1], parts[0].transforms, parts[0].unknown)
+    return replace(parts[0], locate=locate, count=ends[-1])
 
 
 def _read_folder(dataset: Any) -> ImageSource:
