@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from fastloop.errors import FastLoopError, NotApplicable, let_through
+from fastloop.errors import FastLoopError, NotApplicable, describe, let_through
 from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.dali.batch_queue import BatchQueue, BatchRequest
 from fastloop.feeds.dali.changed_steps import StepsWatch
@@ -133,20 +133,19 @@ class DaliLoader:
                 if why is not None:
                     failures += 1
                     self._distrust_decoder(why, failures)
-                    request = self._give_up_batch()
-                elif pictures is None:
-                    break
-                else:
-                    failures, request = 0, self._queue.under_way.popleft()
-                    if request.deep is not None:
-                        yield self._make_plainly(request, f"{request.deep} has more than 8 bits of gray")
-                        continue
-                    self.images += len(request.paths)
-                    yield self._hand_out(pictures, request)
-                    self._choose_decoder(waited_s)
+                    self._begin_again()
+                    if (request := self._queue.draw()) is not None:
+                        yield self._make_plainly(request, why)
                     continue
-                if request is not None:
-                    yield self._make_plainly(request, why)
+                if pictures is None:
+                    break
+                failures, request = 0, self._queue.under_way.popleft()
+                if request.deep is not None:
+                    yield self._make_plainly(request, f"{request.deep} has more than 8 bits of gray")
+                    continue
+                self.images += len(request.paths)
+                yield self._hand_out(pictures, request)
+                self._choose_decoder(waited_s)
             while (request := self._queue.draw()) is not None:  # only after DALI failed MOST_FAILURES times in a row
                 yield self._make_plainly(request, f"DALI failed on {MOST_FAILURES} batches in a row")
             if self._queue.failed is not None:
@@ -313,11 +312,6 @@ class DaliLoader:
             return BatchWindow([image, label] for image, label in parts)
         return [pictures, request.labels]
 
-    def _give_up_batch(self) -> BatchRequest | None:
-        """Return the batch on which DALI failed; queue the later ones again for a new pipeline."""
-        self._begin_again()
-        return self._queue.draw()
-
     def _begin_again(self) -> None:
         """Drop the pipeline. Its unfinished batches go to the next one."""
         self._pipeline = self._broken = None
@@ -334,9 +328,8 @@ class DaliLoader:
             try:
                 samples.append(self._dataset[index][0])
             except Exception as error:
-                let_through(error)
                 raise FastLoopError(
-                    got=f"{path}, sample {index}, which cannot be read: {type(error).__name__}: {error}",
+                    got=f"{path}, sample {index}, which cannot be read: {describe(error)}",
                     why="it could not be read without DALI either",
                     do="repair the file, or take it out of the dataset",
                 ) from error

@@ -16,6 +16,8 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -248,31 +250,14 @@ class _Reader:
             raise self._refuse(node)
         if dtype is None and (isinstance(column.values, list) or (is_array and column.values.ndim == 1)):
             raise self._refuse(node)  # torch would choose the dtype of a single number
-        return Column(column.values, (*column.changes, _To(dtype)))
+        return Column(column.values, (*column.changes, partial(torch.Tensor.to, dtype=dtype)))
 
     def _cast(self, node: ast.Call, inner: ast.expr, cast: str) -> Column:
         column = self._follow(inner)
         if not isinstance(column, Column) or not (column.changes or isinstance(column.values, torch.Tensor)):
             raise self._refuse(node)  # an array has other methods
-        return Column(column.values, (*column.changes, _Cast(cast)))
+        return Column(column.values, (*column.changes, methodcaller(cast)))
 
     def _refuse(self, node: ast.AST) -> NotRows:
         text = " ".join(ast.unparse(node).split())
         return NotRows(f"{type(self._dataset).__name__}.__getitem__ does more than pick rows: {text[:80]}")
-
-
-@dataclass(frozen=True)
-class _To:
-    dtype: torch.dtype | None
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self.dtype is None else values.to(self.dtype)
-
-
-@dataclass(frozen=True)
-class _Cast:
-    name: str
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        cast: torch.Tensor = getattr(values, self.name)()
-        return cast

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import _DatasetKind
 
-from fastloop.errors import let_through
+from fastloop.errors import describe
 
 TIMED = 9
 """Batches whose making and transfer are timed before the two times are compared."""
@@ -92,8 +92,7 @@ def _open(content: bytes) -> Any:
     except (OSError, EOFError):  # the worker is gone, and its shared memory too
         raise
     except Exception as error:
-        let_through(error)
-        return Unsent(f"what workers send cannot be unpickled: {_describe(error)}", False)
+        return Unsent(f"what workers send cannot be unpickled: {describe(error)}", False)
 
 
 class Order:
@@ -145,15 +144,14 @@ class Send:
             self._note(worker.id)
         except Exception as error:  # the default collate function writes into shared memory
             if _is_full(error):
-                return Unsent(_describe(error), True)
+                return Unsent(describe(error), True)
             raise
         try:
             return Parcel(bytes(ForkingPickler.dumps(batch)))
         except Exception as error:
-            let_through(error)
             if _is_full(error):
-                return Unsent(_describe(error), True)
-            return Unsent(f"workers cannot send the loader's batches: {_describe(error)}", False)
+                return Unsent(describe(error), True)
+            return Unsent(f"workers cannot send the loader's batches: {describe(error)}", False)
 
     def _note(self, worker: int) -> None:
         if not self._is_first:
@@ -164,10 +162,6 @@ class Send:
 
 def _is_full(error: Exception) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _can_be_sent(kind: type) -> bool:
