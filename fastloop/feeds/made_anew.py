@@ -65,8 +65,7 @@ class MadeAnew:
     def find_change(self, waiting: int) -> tuple[str, int] | None:
         """Return why the waiting batches are outdated, and how many batches the training may use that are; None if
         nothing has changed. The waiting ones become `due`, where they can be made anew."""
-        changed = None if self._mark is None else self._mark.find_change()
-        if self._mark is None or changed is None:
+        if self._mark is None or (changed := self._mark.find_change()) is None:
             return None
         why = f"{changed} changed while batches waited on the device"
         is_late, self._mark = self._mark.is_late, None

@@ -68,8 +68,10 @@ class FreshWorkers:
 
     def may_keep(self) -> bool:
         """Whether reading a sample is not known to change it, and no answer to that is still to come."""
-        changes = False if self._twice is None else self._twice.find_change()[0]
-        return changes is False or (changes is None and self._twice is not None and not self._twice.is_pending)
+        if self._twice is None:
+            return True
+        changes, _ = self._twice.find_change()
+        return changes is False or (changes is None and not self._twice.is_pending)
 
     def _find_change(self) -> str | None:
         """Return why the workers must not stay; None if they may."""

@@ -210,9 +210,9 @@ class MoreWorkers:
         size = sum(tensor.nbytes for tensor in walk_storage(batch))
         if self._room_bytes is None or not size:
             return workers
-        fitting = fit_in_shm(workers + loader.num_workers, loader.prefetch_factor or 1, size, self._room_bytes)
-        enough = fitting is not None and fitting[1] == (loader.prefetch_factor or 1)
-        return fitting[0] - loader.num_workers if fitting is not None and enough else 0
+        ahead = loader.prefetch_factor or 1
+        fitting = fit_in_shm(workers + loader.num_workers, ahead, size, self._room_bytes)
+        return fitting[0] - loader.num_workers if fitting is not None and fitting[1] == ahead else 0
 
     def _compare(self, before: Pace, pace: Pace) -> int | None:
         """Report whether more workers make batches come faster; return the old number of workers if not, else None."""

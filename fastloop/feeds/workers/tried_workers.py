@@ -322,8 +322,7 @@ class TriedWorkers:
 
     def _find_stale(self) -> _Fewer | None:
         """Return settings without workers if something has changed what they hold copies of."""
-        changed = None if self._mark is None else self._mark.find_change()
-        if self._mark is None or changed is None:
+        if self._mark is None or (changed := self._mark.find_change()) is None:
             return None
         if self._mark.is_late and self._handed_out:
             self._report_outdated(self._handed_out)
