@@ -19,7 +19,7 @@ class FreshWorkers:
     """The epochs of a loader whose workers a rung keeps.
 
     Attributes:
-        kept, restarts: epochs that had the workers of the one before, and those for which they were restarted.
+        kept, restarts: epochs that kept the workers of the previous one, and epochs that restarted them.
         reason: why they were restarted last; None if they were not.
 
     Args:
@@ -82,7 +82,7 @@ class FreshWorkers:
 
 
 def _begin_apart(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Start an iterator with workers of its own, for a callback that reads a loader in mid-epoch. From a loader that
-    keeps its workers, torch would return the one iterator that the training is reading, started anew."""
+    """Start an iterator with its own workers, for a callback that reads the loader in mid-epoch. torch would reset the
+    loader's one persistent iterator, which the training is reading."""
     with parts_in_place(loader, {"persistent_workers": False, "_iterator": None}):
         return begin()

@@ -61,7 +61,7 @@ class MoreWorkers:
         self._iterator: Callable[[], Any] = lambda: None
         """Returns the iterator that receives the workers' batches."""
         self._epoch = self._loading = 0
-        """The number of the last epoch, and that of the one that is loading; 0 for none."""
+        """Numbers of the last epoch and of the one that is loading; 0 for none."""
         self._mark: StateMark | None = None
         self._pace: Pace | None = None
         self._before: Pace | None = None

@@ -1,8 +1,8 @@
-"""Whether reading a sample changes it for the next time, and whether torch rounds it differently with one thread, found
-out by reading a few samples twice in a forked process.
+"""Reads a few samples twice in a forked process: does reading a sample change it, and does torch round it differently
+with one thread?
 
-A ``__getitem__`` that divides a stored picture by 255 in place is right with workers that start anew in each epoch, and
-with kept ones the picture grows darker. Code that reads code finds only some ways to write that.
+If ``__getitem__`` divides a stored picture by 255 in place, workers that start anew in each epoch hide that, but with
+workers that stay, the picture gets darker each time. Reading the source finds only some of the ways to write this.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pickle
 import random
 import sys
 import time
@@ -55,7 +54,7 @@ class ReadTwice:
         self._has_one_thread = threads == 1
         compares = compares_threads and not self._has_one_thread
         self._most = 2 if compares else 1
-        """Answers that the process gives."""
+        """Answers to expect from the process."""
         count = _count_samples(loader)
         if sys.platform == "linux" and count and may_try(loader) and (_has_known_indices(loader) or compares):
             self._began = time.monotonic()
@@ -105,7 +104,7 @@ class ReadTwice:
 
 
 def choose_indices(loader: DataLoader[Any]) -> list[int]:
-    """Return a few samples of a dataset; none if its keys are unknown."""
+    """Return the indices of a few samples; none if the dataset's keys are unknown."""
     count = _count_samples(loader) if _has_known_indices(loader) else 0
     return _choose_indices(count, 5) if count > 0 else []
 
@@ -124,7 +123,7 @@ def _count_samples(loader: DataLoader[Any]) -> int:
 
 
 def _choose_indices(count: int, parts: int) -> list[int]:
-    """Return the samples to read."""
+    """Spread `parts` indices over `count` samples."""
     return sorted({part * (count - 1) // (parts - 1) for part in range(parts)})
 
 
@@ -135,7 +134,7 @@ def _read(answers: Any, loader: DataLoader[Any], count: int, threads: int) -> No
     """Read samples as a worker would, with one thread, and answer; also compare with several `threads`."""
     _become_worker(loader)
     indices = choose_indices(loader)
-    verdict = _compare(loader, indices, _read_in_another(loader, indices)) if indices else (None, "")
+    verdict = _compare(loader, indices, _read_in_another(loader, indices[0])) if indices else (None, "")
     answers.send(verdict)
     if threads > 1 and not verdict[0]:  # else no other process or thread makes samples
         make = functools.partial(_make_checksum, loader)
@@ -150,25 +149,28 @@ def _become_worker(loader: DataLoader[Any]) -> None:
         loader.worker_init_fn(0)
 
 
-def _read_in_another(loader: DataLoader[Any], indices: Sequence[int]) -> list[int]:
-    """Return the checksums of these samples as another process reads them, which starts as this one does: what differs
-    there is a clock, say, or a number of the system's."""
+def _read_in_another(loader: DataLoader[Any], index: int) -> int:
+    """Return a sample's checksum from another process that starts in the same state as this one. If it differs, the
+    sample depends on something like a clock.
+
+    Raises:
+        ValueError: that process could not make the sample.
+    """
     theirs, ours = os.pipe()
     parent = os.getpid()
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
             end_in_time(parent)
-            os.write(ours, pickle.dumps([_digest(_fetch(loader, index)[0]) for index in indices[:1]]))
+            os.write(ours, str(_digest(_fetch(loader, index)[0])).encode())
         os._exit(0)
     os.close(ours)
-    with os.fdopen(theirs, "rb") as answer:
-        content = answer.read()
+    with os.fdopen(theirs) as answer:
+        checksum = answer.read()
     os.waitpid(child, 0)
-    found: list[int] = pickle.loads(content)
-    return found
+    return int(checksum)
 
 
-def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequence[int]) -> tuple[bool | None, str]:
+def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: int) -> tuple[bool | None, str]:
     began = time.monotonic()
     for number, index in enumerate(indices):
         if number and time.monotonic() - began > ENOUGH_S:
@@ -178,7 +180,7 @@ def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequenc
         except Exception as error:
             let_through(error)
             return None, ""
-        if number < len(elsewhere) and first != elsewhere[number]:
+        if not number and first != elsewhere:
             return None, ""
         if drew and not draws:
             return True, f"sample {index} {FROZEN}"

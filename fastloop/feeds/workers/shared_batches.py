@@ -1,6 +1,6 @@
-"""What batches share with the dataset, found out by making one batch twice in a forked process and keeping both.
+"""Finds out what batches share with their dataset, by making one batch twice in a forked process.
 
-What is in both of them outlives a batch, wherever it is held: by the dataset, a global cache or a file's map.
+An object that is in both batches outlives them: the dataset holds it, or a global cache, or a mapped file.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _compare(first: Any, second: Any) -> Shared:
 
 
 def _list_parts(batch: Any) -> Iterator[tuple[Any, str, int]]:
-    """What can be changed in a batch: its identity or memory, its kind, and how many containers are around it.
+    """Yield what can be changed in a batch: its identity or memory, its kind, and how many containers are around it.
 
     Raises:
         ValueError: there are too many parts.
