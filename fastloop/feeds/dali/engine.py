@@ -37,8 +37,8 @@ class DaliLoader:
     """Makes the batches of a loader's batch sampler with DALI.
 
     Keeps only its threads between epochs: each epoch iterates the batch sampler once, in order, in the caller's thread.
-    Labels never leave Python. A batch that DALI cannot make comes from the dataset, and so do all after its transforms
-    were changed to ones that DALI cannot play.
+    Labels never leave Python. A batch that DALI cannot make comes from the dataset. If the transforms are changed to
+    ones that DALI does not have, all later batches do.
 
     Args:
         loader: a DataLoader over image files, or over accumulation windows of them.
@@ -220,7 +220,7 @@ class DaliLoader:
         )
 
     def _settle(self) -> None:
-        """Clean up after an epoch that ended or was left early: let DALI finish its scheduled batches, drop them."""
+        """Clean up after an epoch that ended or was left early: drop the batches that DALI still has to finish."""
         pipeline, self._pipeline, self._broken = self._pipeline, None, None
         self._queue.drop_waiting()
         if pipeline is not None and self._keeps:
@@ -236,7 +236,7 @@ class DaliLoader:
         self._queue.under_way.clear()
 
     def _follow_changes(self, *, begins: bool = False) -> None:
-        """Look whether the dataset's transforms were changed; if so, the next batches are made as they are now."""
+        """If the dataset's transforms were changed, make the next batches with the new ones."""
         if not self._changes.look(self._machine, begins=begins):
             return
         self._begin_again()

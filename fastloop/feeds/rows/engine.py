@@ -74,7 +74,7 @@ class RowEngine:
         return batch
 
     def _pick(self, rows: Rows, indices: list[Any]) -> Any:
-        """Return the batch; None if the indices are no row numbers: torch accepts other keys too."""
+        """Return the batch; None if the indices are not row numbers: torch accepts other keys too."""
         places = np.asarray(indices)
         if places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):
             return None
@@ -130,8 +130,8 @@ class RowEngine:
 
 
 def _list_relied_on(dataset: Any, rows: Rows | None) -> list[Any]:
-    """The classes, methods and attributes that decide which rows are a dataset's samples; all attributes if they are
-    none."""
+    """List the classes, methods and attributes that decide how a dataset makes samples from rows; all attributes if it
+    does not."""
     found: list[Any] = []
     while True:
         kind, held = type(dataset), getattr(dataset, "__dict__", {})

@@ -158,7 +158,7 @@ def _measure_bytes(values: Any) -> int:
 
 
 def _read_class(dataset: Any) -> tuple[Any, tuple[str, ...]]:
-    """The form of the samples, and the attributes that they are picked from."""
+    """Return the form of the samples, and the attributes that they are picked from."""
     kind = type(dataset)
     function = getattr(kind, "__getitem__", None)
     if not inspect.isfunction(function) or hasattr(dataset, "__getitems__"):
@@ -187,7 +187,7 @@ class _Reader:
         self._dataset, self._globals, self._own, self._index = dataset, function.__globals__, own, index
         self._known: dict[str, Any] = {}
         self.found: dict[str, Any] = {}
-        """What it picks from, by the names of the dataset's attributes."""
+        """The values that the method picks rows from, by attribute."""
 
     def read(self, body: Sequence[ast.stmt]) -> Any:
         """Return the form of the samples that the method returns."""

@@ -181,7 +181,7 @@ def gradients_aside(parameters: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hooks_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Call no hooks on the parameters' gradients."""
+    """Inside the context, the parameters have no hooks on their gradients."""
     hooked = [(hooks, dict(hooks)) for each in parameters if (hooks := each._post_accumulate_grad_hooks)]
     for hooks, _ in hooked:
         hooks.clear()
