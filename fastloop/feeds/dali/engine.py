@@ -24,6 +24,7 @@ from fastloop.feeds.dali.hang_watch import HangWatch
 from fastloop.feeds.dali.pictures import QUEUES
 from fastloop.feeds.dali.pixels import check_pixels, describe_error
 from fastloop.feeds.images.reading import read_source
+from fastloop.feeds.lazy_loader import StandInDataset
 from fastloop.feeds.window_batches import WindowDataset
 from fastloop.feeds.workers import tried_workers
 from fastloop.records.images import ImageStep
@@ -66,10 +67,13 @@ class DaliLoader:
         self._turn_off = turn_off
         self.ahead = machine.ahead
         """Most batches that can be ready in advance."""
-        self._dataset, self._parts, self._batch_size = loader.dataset, False, batch_size
-        while type(self._dataset).__module__.startswith("fastloop.feeds."):  # our stand-ins for the user's dataset
+        self._dataset, self._batch_size = loader.dataset, batch_size
+        self._keeps_apart = False
+        """Whether the batches of an accumulation window stay separate."""
+        while isinstance(self._dataset, StandInDataset):
             if type(self._dataset) is WindowDataset:
-                self._parts, self._batch_size = not self._dataset.concatenates, batch_size * loader.batch_sampler.window
+                self._keeps_apart = not self._dataset.concatenates
+                self._batch_size = batch_size * loader.batch_sampler.window
             self._dataset = self._dataset.inner
         self._changes = StepsWatch(loader, self._dataset, read_source(self._dataset), steps)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
@@ -307,7 +311,7 @@ class DaliLoader:
             if not self.wants_channels_last():
                 pictures = pictures.contiguous()
         sizes = list(getattr(request.indices, "sizes", ()))
-        if self._parts and len(sizes) > 1:
+        if self._keeps_apart and len(sizes) > 1:
             parts = zip(torch.split(pictures, sizes), torch.split(request.labels, sizes), strict=True)
             return BatchWindow([image, label] for image, label in parts)
         return [pictures, request.labels]

@@ -13,7 +13,7 @@ from fastloop.feeds.lazy_loader import StandInDataset
 
 def find_user_dataset(dataset: Any) -> Any:
     """Return the user's dataset behind our stand-ins."""
-    while issubclass(type(dataset), StandInDataset):
+    while isinstance(dataset, StandInDataset):
         dataset = dataset.inner
     return dataset
 
@@ -34,7 +34,7 @@ def list_leaves(dataset: Any) -> list[Any]:
 
 def replace_leaves(dataset: Any, replace: Callable[[Any], Any]) -> Any:
     """Copy a dataset with its innermost datasets replaced; the user's objects stay unchanged."""
-    if issubclass(type(dataset), StandInDataset):
+    if isinstance(dataset, StandInDataset):
         make, (inner, *others) = dataset.__reduce__()
         return make(replace_leaves(inner, replace), *others)
     if type(dataset) not in (Subset, ConcatDataset):
