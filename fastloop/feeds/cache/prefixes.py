@@ -62,9 +62,9 @@ def _measure_images(source: ImageSource) -> int | None:
     from PIL import Image
 
     sizes = []
-    for index in range(0, source.count, max(1, source.count // _LOOKED_AT)):
+    for path in source.list_paths(_LOOKED_AT):
         try:
-            with Image.open(source.locate(index)[0]) as picture:
+            with Image.open(path) as picture:
                 width, height = picture.size
         except (OSError, ValueError):  # not an image: the training will report it
             continue

@@ -122,8 +122,8 @@ def check_room(device: torch.device, source: ImageSource, pictures: int, *, in_t
     from PIL import Image
 
     pixels = [0]
-    for index in range(0, source.count, -(-source.count // LOOKED_AT)):
-        with contextlib.suppress(OSError), Image.open(source.locate(index)[0]) as picture:
+    for path in source.list_paths(LOOKED_AT):
+        with contextlib.suppress(OSError), Image.open(path) as picture:
             pixels.append(picture.width * picture.height)
     needed = 3 * max(pixels) * pictures
     free, total = torch.cuda.mem_get_info(device)

@@ -12,7 +12,7 @@ import torch
 
 from fastloop.errors import NotApplicable, describe, let_through
 from fastloop.feeds.images.nested import list_leaves
-from fastloop.feeds.images.reading import METHOD
+from fastloop.feeds.images.reading import METHOD, spread_indices
 
 COMPARED = 4
 """Samples of each dataset; each is made twice."""
@@ -38,7 +38,7 @@ def check_named(
 
 def _compare(dataset: Any, make: Callable[[int], Any], collate: Callable[[Any], Any]) -> None:
     name = type(dataset).__name__
-    for index in np.linspace(0, len(dataset) - 1, min(COMPARED, len(dataset))).astype(int).tolist():
+    for index in spread_indices(len(dataset), COMPARED):
         try:
             own, drawn = _draw(lambda index: collate(dataset[index]), index)
         except Exception as error:  # the training will report it when it gets there

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
@@ -65,6 +66,15 @@ class ImageSource:
         """The facts that a rung may plan with."""
         steps = tuple(step for each in self.transforms for step in each.steps)
         return ImageFacts(steps=steps, unknown=self.unknown, count=self.count)
+
+    def list_paths(self, most: int) -> list[str]:
+        """Return the paths of up to `most` files, spread across the dataset."""
+        return [self.locate(index)[0] for index in spread_indices(self.count, most)]
+
+
+def spread_indices(count: int, most: int) -> list[int]:
+    """Return up to `most` indices of `count` samples, from the first to the last one."""
+    return np.linspace(0, count - 1, min(most, count)).astype(int).tolist()  # type: ignore[no-any-return]
 
 
 def read_facts(dataset: Any) -> ImageFacts | str:

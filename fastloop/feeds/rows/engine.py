@@ -14,6 +14,7 @@ from fastloop.errors import NotApplicable, let_through
 from fastloop.feeds.device_store.draws import send
 from fastloop.feeds.images.nested import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
+from fastloop.feeds.images.reading import spread_indices
 from fastloop.feeds.rows.reading import Column, NotRows, Rows, read_rows
 from fastloop.records.facts import Follows, format_bytes
 
@@ -109,7 +110,7 @@ class RowEngine:
             raise NotApplicable("the dataset is empty")
         check_room(rows, self._device, self._most_bytes)
         self._rows, self._columns = rows, {id(column): _Values(column, self._device) for column in rows.columns}
-        chosen = np.linspace(0, rows.count - 1, min(COMPARED, rows.count)).astype(int).tolist()
+        chosen = spread_indices(rows.count, COMPARED)
         with untouched_generators():
             expected = default_collate([self._dataset[index] for index in chosen])
             made = self._pick(rows, chosen)
