@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -77,13 +77,15 @@ class DeviceFeed(LazyLoader):
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
 
     def _batches(self, at: Any) -> Iterator[Any]:
-        source, ready = itertools.islice(self._start(at), self.count()), deque[_Staged]()
+        source, ready = islice(self._start(at), self.count()), deque[_Staged]()
         if self.retired:
             yield from source
             return
-        end: Exception | None = None
+        call, exhausted = 0, False
+        failed: Exception | None = None
         anew = None if self.watch is None else self.watch()
-        for call in itertools.count(1):
+        while True:
+            call += 1
             if anew is not None and ready and (found := anew.find_change(len(ready))) is not None:
                 self.depth = 0
                 self.step_down(*found)
@@ -93,21 +95,24 @@ class DeviceFeed(LazyLoader):
                 continue
             # Two at a time until the feed is full: filling it at once would delay the first step.
             for _ in range(2):
-                if end is not None or len(ready) > self.depth:
+                if exhausted or len(ready) > self.depth:
                     break
                 try:
                     batch = next(source)
+                except StopIteration:  # not kept: its traceback would keep the loader's workers alive
+                    exhausted = True
+                    break
                 except Exception as error:  # raised after the batches before it, as without a feed
-                    end = error if isinstance(error, StopIteration) else self._name_death(error)
+                    exhausted, failed = True, self._name_death(error)
                     break
                 self._note_fetched()
                 if anew is not None:
                     anew.note_fetched()
                 ready.append(self._copy(batch, call))
             if not ready:
-                if end is None or isinstance(end, StopIteration):
-                    return
-                raise end
+                if failed is not None:
+                    raise failed
+                return
             if anew is not None:
                 anew.note_handed_out()
             yield self._hand_out(ready.popleft(), call)

@@ -224,7 +224,7 @@ class DaliLoader:
         )
 
     def _settle(self) -> None:
-        """Clean up after an epoch that ended or was left early: drop the batches that DALI still has to finish."""
+        """Clean up after an epoch that ended or was left early: let DALI finish what is scheduled, and drop it."""
         pipeline, self._pipeline, self._broken = self._pipeline, None, None
         self._queue.drop_waiting()
         if pipeline is not None and self._keeps:
