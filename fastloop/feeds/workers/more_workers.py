@@ -182,28 +182,30 @@ class MoreWorkers:
             return self._epochs(loader, begin_noted)
 
     def _note(self, loader: DataLoader[Any], batch: Any, waited_s: float, took_s: float) -> int | None:
-        """Note a batch's times; return the number of workers to continue with, None for the current one."""
+        """Note a batch's times; return the number of workers to change to, None to keep the current one."""
         pace = self._pace
         if pace is None or not loader.num_workers or self._next is not None:
             return None
         if self.is_faster is None:
             pace.note(waited_s, took_s, loader_queue.count_ready(self._iterator()))
-        if self._before is None:
-            stay = bool(loader.persistent_workers)
-            found = pace.find_more(self.most, self._count_left(), loses=self._repeats, stay=stay)
-            if found is None:
-                return None
-            workers, is_now = self._fit(loader, batch, found[0]), found[1]
-            if workers <= pace.workers:
-                self.most = pace.workers
-                return None
-            self._before = pace
-            # Workers that start now would see what has changed since the others started.
-            is_now = is_now and self._mark is not None and self._mark.find_change() is None
-            self._next = None if is_now else workers
-            self.change = f"{workers} workers instead of {pace.workers}; the run ended before they could be timed"
-            return workers if is_now else None
-        return self._compare(self._before, pace)
+        return self._find_more(loader, batch, pace) if self._before is None else self._compare(self._before, pace)
+
+    def _find_more(self, loader: DataLoader[Any], batch: Any, pace: Pace) -> int | None:
+        """Return the number of workers to change to now, or set it for the next epoch; None if this number stays."""
+        stay = bool(loader.persistent_workers)
+        found = pace.find_more(self.most, self._count_left(), loses=self._repeats, stay=stay)
+        if found is None:
+            return None
+        workers, is_now = self._fit(loader, batch, found[0]), found[1]
+        if workers <= pace.workers:
+            self.most = pace.workers
+            return None
+        self._before = pace
+        self.change = f"{workers} workers instead of {pace.workers}; the run ended before they could be timed"
+        if is_now and self._mark is not None and self._mark.find_change() is None:
+            return workers
+        self._next = workers  # workers that start now would see what has changed since the others started
+        return None
 
     def _fit(self, loader: DataLoader[Any], batch: Any, workers: int) -> int:
         """Return how many of these workers fit into shared memory together with the current ones."""
@@ -222,11 +224,10 @@ class MoreWorkers:
         self.is_faster = now_s * LEAST_GAIN <= was_s
         if self.is_faster:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
-            self._tell(self.change)
-            return None
-        self.change = f"{say_count(before.workers, 'worker')} again: with {pace.workers} it was {figures}"
+        else:
+            self.change = f"{say_count(before.workers, 'worker')} again: with {pace.workers} it was {figures}"
         self._tell(self.change)
-        return before.workers
+        return None if self.is_faster else before.workers
 
 
 def _set_number(loader: DataLoader[Any], workers: int) -> None:
