@@ -223,16 +223,8 @@ class LazyLoader(Disguised):
     """
 
     _OWN: ClassVar[Collection[str]] = (
-        "inner",
-        "at_once",
-        "keeps_iterator",
-        "epochs",
-        "engine",
-        "live",
-        "_drawn",
-        "_seeded_at",
-        "_restarts",
-        "_has_begun",
+        *("inner", "at_once", "keeps_iterator", "epochs", "engine", "live"),
+        *("_drawn", "_seeded_at", "_restarts", "_has_begun"),
     )
 
     def __init__(
