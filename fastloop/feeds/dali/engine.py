@@ -114,6 +114,7 @@ class DaliLoader:
 
         Args:
             seed: for the random steps; only used if DALI is started in this epoch.
+
         Raises:
             FastLoopError: a file cannot be read, or DALI makes no batch for LIMIT_S; the error names the files.
         """

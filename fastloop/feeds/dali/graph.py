@@ -94,6 +94,7 @@ def make_pipeline(
         source: returns the encoded paths of the next batch, raises StopIteration at the end; None if the caller feeds
             them.
         pinned: the caller also feeds the draws of the random steps, under the names from `name_pin`.
+
     Raises:
         RuntimeError: DALI cannot be started on this machine.
     """

@@ -1,4 +1,4 @@
-"""Datasets inside other ones: in a Subset, a ConcatDataset, or one of our stand-ins."""
+"""Finds, lists and replaces datasets that are inside a Subset, a ConcatDataset, or one of our stand-ins."""
 
 from __future__ import annotations
 

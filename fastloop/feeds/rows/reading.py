@@ -85,8 +85,7 @@ def read_facts(dataset: Any) -> RowFacts | str:
         let_through(error)
         return f"{type(dataset).__name__} cannot be read: {describe(error)}"
     devices = {column.values.device.type for column in rows.columns if isinstance(column.values, torch.Tensor)}
-    name = type(whole).__name__
-    return RowFacts(what=name, count=count, devices=tuple(sorted(devices)))
+    return RowFacts(what=type(whole).__name__, count=count, devices=tuple(sorted(devices)))
 
 
 def find_whole(dataset: Any) -> Any:

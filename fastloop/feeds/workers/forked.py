@@ -1,4 +1,4 @@
-"""Forked copies of this process, in which a loader's samples are tried without a trace."""
+"""Forked copies of this process, which try out a loader's samples and leave no trace."""
 
 from __future__ import annotations
 
