@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -39,16 +39,7 @@ class DeviceFeed(LazyLoader):
 
     _OWN: ClassVar[Collection[str]] = (
         *LazyLoader._OWN,
-        "depth",
-        "device",
-        "stage",
-        "count",
-        "watch",
-        "step_down",
-        "retired",
-        "stream",
-        "hides_tensors",
-        "seen",
+        *("depth", "device", "stage", "count", "watch", "step_down", "retired", "stream", "hides_tensors", "seen"),
     )
 
     def __init__(
@@ -77,15 +68,13 @@ class DeviceFeed(LazyLoader):
         self.seen = {"batches": 0, "ahead_batches": 0, "copied_bytes": 0, "tensors": 0, "pinned_tensors": 0}
 
     def _batches(self, at: Any) -> Iterator[Any]:
-        source, ready = islice(self._start(at), self.count()), deque[_Staged]()
+        source, ready = itertools.islice(self._start(at), self.count()), deque[_Staged]()
         if self.retired:
             yield from source
             return
-        call, exhausted = 0, False
-        failed: Exception | None = None
+        exhausted, failed = False, None
         anew = None if self.watch is None else self.watch()
-        while True:
-            call += 1
+        for call in itertools.count(1):
             if anew is not None and ready and (found := anew.find_change(len(ready))) is not None:
                 self.depth = 0
                 self.step_down(*found)
@@ -99,11 +88,10 @@ class DeviceFeed(LazyLoader):
                     break
                 try:
                     batch = next(source)
-                except StopIteration:
+                except StopIteration:  # not kept: its traceback would keep the loader's workers alive
                     exhausted = True
                     break
-                except Exception as error:
-                    # Return the batches before it first, as without a feed.
+                except Exception as error:  # raised after the batches before it, as without a feed
                     exhausted, failed = True, self._name_death(error)
                     break
                 self._note_fetched()

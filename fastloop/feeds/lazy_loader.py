@@ -33,6 +33,17 @@ def clone(loader: DataLoader[Any], settings: Mapping[str, Any]) -> DataLoader[An
     return twin
 
 
+@contextlib.contextmanager
+def parts_in_place(loader: DataLoader[Any], parts: Mapping[str, Any]) -> Iterator[None]:
+    """Give a loader these attributes inside the context, also those that DataLoader refuses to set."""
+    own = {name: getattr(loader, name) for name in parts}
+    loader.__dict__.update(parts)
+    try:
+        yield
+    finally:
+        loader.__dict__.update(own)
+
+
 # -- stand-ins for a loader or a sampler, which forward whatever they do not do themselves -----------------------------
 
 
@@ -212,16 +223,8 @@ class LazyLoader(Disguised):
     """
 
     _OWN: ClassVar[Collection[str]] = (
-        "inner",
-        "at_once",
-        "keeps_iterator",
-        "epochs",
-        "engine",
-        "live",
-        "_drawn",
-        "_seeded_at",
-        "_restarts",
-        "_has_begun",
+        *("inner", "at_once", "keeps_iterator", "epochs", "engine", "live"),
+        *("_drawn", "_seeded_at", "_restarts", "_has_begun"),
     )
 
     def __init__(

@@ -113,33 +113,35 @@ class WideOutputs:
             return result
         for kept, length in before:
             for place in range(length, len(kept)):
-                if (wide := _widen(kept[place])) is not kept[place]:
+                if (wide := _widen_output(kept[place])) is not kept[place]:
                     kept[place] = wide
         has_graph = isinstance(result, torch.Tensor) and result.requires_grad
-        return result if has_graph else _widen(result, but="loss")
+        return result if has_graph else _widen_output(result, but="loss")
 
 
-def _widen(value: Any, but: str | None = None) -> Any:
-    """Convert 16-bit tensors to float32; return the same object if it has none. Looks into plain lists and tuples, and
-    into dictionaries, which are changed in place unless they refuse, except for the key `but`."""
+def _widen_output(output: Any, but: str | None = None) -> Any:
+    """Convert 16-bit tensors to float32, as `_widen` does, also those in a dictionary, which is changed in place unless
+    it refuses. The key `but` is left alone."""
+    if not isinstance(output, dict) or len(output) > _MOST_ENTRIES:
+        return _widen(output)
+    for key, member in list(output.items()):
+        if key != but and (wide := _widen(member)) is not member:
+            try:
+                output[key] = wide
+            except Exception as error:  # of the user's class
+                let_through(error)
+    return output
+
+
+def _widen(value: Any) -> Any:
+    """Convert a 16-bit tensor, or those in a plain list or tuple, to float32; return the same object if it has none."""
     if isinstance(value, torch.Tensor):
         return value if value.is_leaf and value.requires_grad else _lengthen(value)
     if type(value) in (list, tuple):
         members = [_lengthen(each) for each in value]
         changed = any(new is not old for new, old in zip(members, value, strict=True))
         return type(value)(members) if changed else value
-    if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
-        for key, member in list(value.items()):
-            if key != but and (wide := _widen_member(member)) is not member:
-                try:
-                    value[key] = wide
-                except Exception as error:  # of the user's class
-                    let_through(error)
     return value
-
-
-def _widen_member(value: Any) -> Any:
-    return _widen(value) if isinstance(value, torch.Tensor) or type(value) in (list, tuple) else value
 
 
 def _find(root: torch.nn.Module, name: str) -> tuple[Any, str]:

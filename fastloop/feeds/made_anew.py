@@ -1,6 +1,6 @@
-"""Batches that wait on the device, made anew if something changes what their samples were read from.
+"""Makes batches that wait on the device anew if the objects that their samples were read from have changed.
 
-A run without a feed makes each batch when it is due, from what its dataset holds then.
+A run without a feed makes each batch when it is needed, from what its dataset holds then.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MadeAnew:
         """Indices of the batches that have to be made anew, each when it is due."""
 
     def note_fetched(self) -> None:
-        """A batch was fetched. What its samples left behind in this process is no change."""
+        """Note that a batch was fetched. What its samples have left behind in this process is no change."""
         if self._mark is None:
             sampler = getattr(self._loader, name_sampler(self._loader))
             self._drawn = sampler.drawn if type(sampler) is DrawnIndices else None
@@ -57,16 +57,15 @@ class MadeAnew:
             self._mark.renew()
 
     def note_handed_out(self) -> None:
-        """The training got a batch."""
+        """Note that the training got a batch."""
         self._handed_out += 1
         if self._drawn:
             self._drawn.popleft()
 
     def find_change(self, waiting: int) -> tuple[str, int] | None:
-        """Return why the waiting batches are outdated, and how many batches the training may use that are; None if
-        nothing has changed. The waiting ones become `due`, where they can be made anew."""
-        changed = None if self._mark is None else self._mark.find_change()
-        if self._mark is None or changed is None:
+        """Return why the waiting batches are outdated, and how many outdated ones the training may use all the same;
+        None if nothing has changed. Waiting batches that can be made anew become `due`."""
+        if self._mark is None or (changed := self._mark.find_change()) is None:
             return None
         why = f"{changed} changed while batches waited on the device"
         is_late, self._mark = self._mark.is_late, None
@@ -85,12 +84,9 @@ class MadeAnew:
         return kind.create_fetcher(*how).fetch(self.due.popleft())
 
 
-Begin = Callable[[], MadeAnew]
-
-
-def watch_loader(loader: Any, own: Any) -> Begin | None:
-    """Prepare our copy of the user's `own` loader; returns what begins to watch an epoch. None if its batches cannot be
-    outdated (the user's workers hold older copies in a plain run, too) or nothing is known of them."""
+def watch_loader(loader: Any, own: Any) -> Callable[[], MadeAnew] | None:
+    """Prepare our copy of the user's `own` loader; return a function that begins to watch an epoch. None if its batches
+    cannot be outdated (in a plain run, the user's workers have old copies too), or if nothing is known of them."""
     if not isinstance(loader, DataLoader) or loader is own or own.num_workers or makes_iterators(type(own)):
         return None
     if not isinstance(loader.dataset, IterableDataset):

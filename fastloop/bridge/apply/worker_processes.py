@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
-from fastloop.feeds.images.byte_batches import find_user_dataset
+from fastloop.feeds.images.nested import find_user_dataset
 from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
 from fastloop.feeds.workers.fresh_workers import FreshWorkers
 from fastloop.feeds.workers.more_workers import MoreWorkers

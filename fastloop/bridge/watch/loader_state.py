@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from fastloop.evidence import loader_queue, machine
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.feeds.images import decode_time
-from fastloop.feeds.images.byte_batches import find_user_dataset
+from fastloop.feeds.images.nested import find_user_dataset
 from fastloop.feeds.lazy_loader import LazyLoader, ReadAhead, SameOrder
 from fastloop.feeds.rows.reading import read_facts as read_rows
 from fastloop.records.facts import RowFacts

@@ -143,7 +143,7 @@ def _trace_back(node: Any) -> tuple[list[tuple[str, Any]], list[Node]]:
 def _read_step(name: str, node: Node) -> list[tuple[str, Any, Any]]:
     """List possible readings of a node: its operation on the scores, the argument with the scores, other operands."""
     first, second = _read_argument(node, 0, "input"), _read_argument(node, 1, "other")
-    plain = name.strip("_").removeprefix("i") if name.strip("_").startswith("i") else name.strip("_")
+    plain = name.strip("_").removeprefix("i")  # also in place: mul_, imul
     if _casts(node):
         return [("cast", first, None)]
     if plain in ("mul", "multiply"):

@@ -68,7 +68,8 @@ def _replace(graph: Graph, found: Found) -> None:
         if mask is not None and found.evens and not found.adds:
             query, mask = _neutralize_barred_rows(graph, query, mask)
         if mask is not None:
-            settings["attn_mask"] = _spread(graph, mask, _count_dims(found), dims)
+            own_dims = max(int(each.meta["example_value"].dim()) for _, each in found.masks)
+            settings["attn_mask"] = _spread(graph, mask, own_dims, dims)
         three = [_spread(graph, each, dims, dims) for each in (query, found.key, found.value)]
         made = graph.call_function(ATTEND, tuple(three), settings)
         made.meta["example_value"] = _reorder_back(found)
@@ -162,11 +163,6 @@ def _spread(graph: Graph, node: Node, own: int, dims: int) -> Node:
     for place in [*[0] * (dims - own), *UNSQUEEZES[dims]]:
         node = graph.call_method("unsqueeze", (node, place))
     return node
-
-
-def _count_dims(found: Found) -> int:
-    """Count the dimensions of all masks together."""
-    return max(int(mask.meta["example_value"].dim()) for _, mask in found.masks)
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:

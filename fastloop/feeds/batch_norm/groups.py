@@ -24,8 +24,6 @@ MOST_MIXED = 0.3
 batches. Rounding leaves 1e-2 in bfloat16; rows in another order differ by about 1."""
 ROUNDING = 1e-3
 """Relative to a layer's mean magnitude: smaller differences are rounding, even if the batches are nearly alike."""
-
-
 GUESSED = 8
 """Values of a group from which its mean is guessed. With 4 to 7, Inductor writes the differences to memory."""
 

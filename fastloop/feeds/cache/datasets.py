@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,12 @@ from torch.utils.data import ConcatDataset, Subset
 from fastloop.feeds.cache.fingerprint import NoFingerprint, digest_texts, identify_files, read_method
 from fastloop.feeds.cache.marking import MARK
 from fastloop.feeds.cache.sample_cache import SampleCache
+from fastloop.feeds.images.nested import list_leaves, list_parts
 from fastloop.feeds.images.own_samples import check_named
 from fastloop.feeds.images.reading import ImageSource, list_calls, read_source, read_steps
 from fastloop.feeds.lazy_loader import StandInDataset
 
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def list_leaves(dataset: Any) -> list[Any]:
-    """List the datasets inside Subset and ConcatDataset, each once."""
-    parts = _list_parts(dataset)
-    leaves = [leaf for part in parts for leaf in list_leaves(part)] if parts else [dataset]
-    return list({id(leaf): leaf for leaf in leaves}.values())
-
-
-def _list_parts(dataset: Any) -> list[Any]:
-    """List the datasets directly inside a Subset or ConcatDataset."""
-    if type(dataset) is Subset:
-        return [dataset.dataset]
-    return list(dataset.datasets) if type(dataset) is ConcatDataset else []
 
 
 # -- image files ------------------------------------------------------------------------------------------------------
@@ -50,7 +37,7 @@ class CachedImages(StandInDataset):
 
     _OWN = ("inner", "sample_cache", "fingerprint")
 
-    def __init__(self, inner: Any, sample_cache: SampleCache | _NoCache, fingerprint: bytes) -> None:
+    def __init__(self, inner: Any, sample_cache: SampleCache, fingerprint: bytes) -> None:
         self.inner, self.sample_cache, self.fingerprint = inner, sample_cache, fingerprint
         object.__setattr__(self, "_reading", _Reading(inner))
 
@@ -66,10 +53,7 @@ class CachedImages(StandInDataset):
             key = digest_texts(self.fingerprint.hex(), identify_files(path))
         except OSError:  # opening the file will raise a clear error
             key = None
-        sample = self.sample_cache.fetch(key, lambda: reading.make(path))
-        for call in reading.rest:
-            sample = call(sample)
-        return sample, label
+        return reading.finish(self.sample_cache.fetch(key, lambda: reading.make(path))), label
 
 
 class _Reading:
@@ -81,7 +65,6 @@ class _Reading:
         self._leaf = list_leaves(dataset)[0]
         self._calls = list(list_calls(getattr(self._leaf, "transform", None)))
         self._prefix = self.source.transforms[: len(self.source.facts.prefix)]
-        self.rest = self._calls[len(self._prefix) :]
 
     def holds(self) -> bool:
         """Whether the dataset's parts and transforms are still the ones first read."""
@@ -102,13 +85,24 @@ class _Reading:
             picture.info = {}  # none of the remaining transforms reads it
         return picture
 
+    def make_sample(self, index: int) -> Any:
+        """Make a sample without a store."""
+        path, label = self.source.locate(index)
+        return self.finish(self.make(path)), label
+
+    def finish(self, picture: Any) -> Any:
+        """Apply the remaining transforms."""
+        for call in self._calls[len(self._prefix) :]:
+            picture = call(picture)
+        return picture
+
 
 def _list_settings(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes that decide what samples are, and that the user may set: owner, name and value."""
     names = {Subset: ("indices", "dataset"), ConcatDataset: ("datasets",)}
     for name in names.get(type(dataset), ("transform", "target_transform", "loader")):
         yield dataset, name, getattr(dataset, name, None)
-    for part in _list_parts(dataset):
+    for part in list_parts(dataset):
         yield from _list_settings(part)
 
 
@@ -134,15 +128,7 @@ def check_images(dataset: Any) -> None:
     Raises:
         NotApplicable: they differ.
     """
-    check_named(dataset, lambda leaf: CachedImages(leaf, _NoCache(), b"").__getitem__)
-
-
-class _NoCache:
-    def fetch(self, _key: bytes | None, make: Callable[[], Any]) -> Any:
-        return make()
-
-    def note_changed(self) -> None:
-        pass
+    check_named(dataset, lambda leaf: _Reading(leaf).make_sample)
 
 
 # -- marked methods ---------------------------------------------------------------------------------------------------

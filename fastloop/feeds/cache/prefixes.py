@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fastloop.errors import let_through
+from fastloop.errors import describe
 from fastloop.feeds.cache import datasets
+from fastloop.feeds.images.nested import list_leaves
 from fastloop.feeds.images.reading import ImageSource, NotImages, read_source
 from fastloop.records.facts import PrefixFacts
 from fastloop.records.images import CenterCrop, Resize
@@ -20,14 +21,13 @@ def read_prefix(dataset: Any) -> PrefixFacts | str:
     try:
         return _read(dataset)
     except Exception as error:  # the user's code may not expect such calls
-        let_through(error)
-        return f"{type(dataset).__name__} could not be inspected: {type(error).__name__}: {error}"
+        return f"{type(dataset).__name__} could not be inspected: {describe(error)}"
 
 
 def _read(dataset: Any) -> PrefixFacts | str:
     if not hasattr(type(dataset), "__len__") or not hasattr(type(dataset), "__getitem__"):
         return f"{type(dataset).__name__} has no samples that can be indexed"
-    leaves = datasets.list_leaves(dataset)
+    leaves = list_leaves(dataset)
     fingerprint, names_files, why = datasets.read_marked(dataset)
     if why is None:
         names = dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name in datasets.list_marked(dataset))
@@ -62,9 +62,9 @@ def _measure_images(source: ImageSource) -> int | None:
     from PIL import Image
 
     sizes = []
-    for index in range(0, source.count, max(1, source.count // _LOOKED_AT)):
+    for path in source.list_paths(_LOOKED_AT):
         try:
-            with Image.open(source.locate(index)[0]) as picture:
+            with Image.open(path) as picture:
                 width, height = picture.size
         except (OSError, ValueError):  # not an image: the training will report it
             continue

@@ -138,10 +138,6 @@ def _restore_array(dtype: str, shape: list[int], size: int, take: Callable[[int]
     return numpy.frombuffer(bytearray(take(size)), dtype=dtype).reshape(shape) if size else numpy.empty(shape, dtype)
 
 
-def _restore_scalar(dtype: str, shape: list[int], size: int, take: Callable[[int], memoryview]) -> Any:
-    return _restore_array(dtype, shape, size, take)[()]
-
-
 def _describe_tensor(value: Any, buffers: list[bytes]) -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is None or type(value) is not torch.Tensor:
@@ -188,7 +184,7 @@ def _restore_picture(mode: str, size: list[int], length: int, info: Any, take: C
 
 _RESTORE: dict[str, Callable[..., Any]] = {
     "a": _restore_array,
-    "n": _restore_scalar,
+    "n": lambda *about: _restore_array(*about)[()],
     "T": _restore_tensor,
     "p": _restore_picture,
 }

@@ -45,14 +45,15 @@ class KeptSamples:
         from fastloop.feeds.cache import datasets
         from fastloop.feeds.cache.sample_cache import SampleCache
 
-        if not any(datasets.list_marked(dataset)):
+        has_marked = any(datasets.list_marked(dataset))
+        if not has_marked:
             datasets.check_images(dataset)
         places.sweep(places.find_shm_root())
         store, room = self._open()
         cache = SampleCache(store, compute_share(self.prefix, room))
         self.live.append((cache, datasets.put_in(dataset, cache)))
         atexit.register(self.close)  # for a program that ends without its Trainer's teardown
-        if any(datasets.list_marked(dataset)):  # these methods cache their results, for any loader
+        if has_marked:  # these methods cache their results, for any loader
             return dataset
         return datasets.CachedImages(dataset, cache, bytes.fromhex(self.prefix.fingerprint))
 

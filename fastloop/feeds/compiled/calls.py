@@ -83,7 +83,7 @@ class CompiledCall:
         self._holders: dict[str, tuple[Mapping[str, Any], str]] = {}
         """For those that are buffers: the dictionary that holds each, and its name there."""
         self._hooks, self._newest_hook, self._has_late_hooks = _list_hooks(module), -1, False
-        """The hooks in the graphs; the number of the next hook anywhere when we last looked for later ones."""
+        """The hooks in the graphs, the id of the next hook at our last search, and whether it found later hooks."""
         self._make(call_shapes.describe_kind(module))
 
     def _make(self, kind: Any, barred: frozenset[str] = frozenset()) -> None:
@@ -202,8 +202,8 @@ class CompiledCall:
             budget.count(captured=captured > 0, eager=self._missed)
 
     def _find_late_hooks(self) -> bool:
-        """Whether there are hooks that the graphs do not run; Dynamo does not look for them. Looks only if a hook was
-        registered anywhere since, or if there were such hooks before."""
+        """Whether there are hooks that the graphs do not run, since Dynamo does not look for new ones. Searches only
+        after a hook was registered anywhere, or if the last search found such hooks."""
         if RemovableHandle.next_id == self._newest_hook and not self._has_late_hooks:
             return False
         self._newest_hook, hooks = RemovableHandle.next_id, _list_hooks(self.module)
@@ -355,7 +355,7 @@ _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 
 
 def _list_hooks(module: torch.nn.Module) -> frozenset[int]:
-    """The numbers of the hooks of a module and of those inside, and of hooks of all modules. Each is given once."""
+    """Return the ids of a module's hooks, of those of modules inside, and of global ones. No id is used twice."""
     everywhere = vars(torch.nn.modules.module)
     groups = [everywhere.get(f"_global_{name}", ()) for name in _HOOKS]
     groups += [hooks for each in module.modules() for name in _HOOKS if (hooks := vars(each).get(f"_{name}"))]

@@ -30,7 +30,7 @@ class BatchQueue:
     """The batches of an epoch, in order, from the sampler until their pictures are taken.
 
     Args:
-        changes: has the dataset's files, as they are now.
+        changes: knows the dataset's current files.
         device: where labels end up.
 
     Attributes:
@@ -78,7 +78,7 @@ class BatchQueue:
         return BatchRequest(indices, paths, labels, deep)
 
     def fill(self, batches: int) -> None:
-        """Draw until so many batches wait for DALI, or there are no more."""
+        """Draw until this many batches wait for DALI, or there are no more."""
         while len(self._ready) < batches and (drawn := self.draw()) is not None:
             self._ready.append(drawn)
 
@@ -91,7 +91,7 @@ class BatchQueue:
         return [encode(path) for path in request.paths]
 
     def put_back(self) -> None:
-        """Let all unfinished batches be drawn again, in the same order."""
+        """Queue all unfinished batches to be drawn again, in the same order."""
         self._again = deque([*self.under_way, *self._ready, *self._again])
         self.under_way.clear()
         self._ready.clear()

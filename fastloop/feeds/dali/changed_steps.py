@@ -34,7 +34,7 @@ class StepsWatch:
         self._epochs = self._changes = 0
 
     def look(self, machine: DaliResources, *, begins: bool) -> bool:
-        """Read the transforms if they may have changed; returns whether they have. New ones are checked as the first.
+        """Read the transforms if they may have changed; return whether they have. Check new ones like the first.
 
         Args:
             begins: whether an epoch begins.
@@ -64,7 +64,7 @@ class StepsWatch:
             return describe(error)
 
     def _check(self, source: ImageSource, machine: DaliResources) -> str | None:
-        """Return why DALI cannot play the new transforms, or None."""
+        """Return why DALI cannot apply the new transforms; None if it can."""
         try:
             why = find_obstacle(source.facts)
             if why is None:

@@ -45,14 +45,14 @@ class DecoderChoice:
     clock: Callable[[], float] = time.perf_counter
     now: str = field(init=False)
     is_over: bool = False
-    """Whether nothing is tried any more."""
+    """Whether the decoder is settled, so that nothing more is tried."""
     why: str | None = field(default=None, init=False)
     _ms: dict[str, float] = field(default_factory=dict)
     _left: int = field(default_factory=lambda: SETTLING)
     _began: float = 0.0
     """When the current block began."""
     _waits: list[float] = field(default_factory=list)
-    """How long each batch of the current block was waited for, in seconds."""
+    """The wait for each batch of the current block, in seconds."""
     _blocks: list[tuple[float, float]] = field(default_factory=list)
     """For each finished block: its time, and how much of it was spent waiting, in seconds."""
 
@@ -122,8 +122,8 @@ def check_room(device: torch.device, source: ImageSource, pictures: int, *, in_t
     from PIL import Image
 
     pixels = [0]
-    for index in range(0, source.count, -(-source.count // LOOKED_AT)):
-        with contextlib.suppress(OSError), Image.open(source.locate(index)[0]) as picture:
+    for path in source.list_paths(LOOKED_AT):
+        with contextlib.suppress(OSError), Image.open(path) as picture:
             pixels.append(picture.width * picture.height)
     needed = 3 * max(pixels) * pictures
     free, total = torch.cuda.mem_get_info(device)

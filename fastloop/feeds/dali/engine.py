@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from fastloop.errors import FastLoopError, NotApplicable, let_through
+from fastloop.errors import FastLoopError, NotApplicable, describe, let_through
 from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.dali.batch_queue import BatchQueue, BatchRequest
 from fastloop.feeds.dali.changed_steps import StepsWatch
@@ -24,6 +24,7 @@ from fastloop.feeds.dali.hang_watch import HangWatch
 from fastloop.feeds.dali.pictures import QUEUES
 from fastloop.feeds.dali.pixels import check_pixels, describe_error
 from fastloop.feeds.images.reading import read_source
+from fastloop.feeds.lazy_loader import StandInDataset
 from fastloop.feeds.window_batches import WindowDataset
 from fastloop.feeds.workers import tried_workers
 from fastloop.records.images import ImageStep
@@ -37,8 +38,8 @@ class DaliLoader:
     """Makes the batches of a loader's batch sampler with DALI.
 
     Keeps only its threads between epochs: each epoch iterates the batch sampler once, in order, in the caller's thread.
-    Labels never leave Python. A batch that DALI cannot make comes from the dataset, and so do all after its transforms
-    were changed to ones that DALI cannot play.
+    Labels never leave Python. A batch that DALI cannot make comes from the dataset. If the transforms are changed to
+    ones that DALI does not have, all later batches do.
 
     Args:
         loader: a DataLoader over image files, or over accumulation windows of them.
@@ -66,10 +67,13 @@ class DaliLoader:
         self._turn_off = turn_off
         self.ahead = machine.ahead
         """Most batches that can be ready in advance."""
-        self._dataset, self._parts, self._batch_size = loader.dataset, False, batch_size
-        while type(self._dataset).__module__.startswith("fastloop.feeds."):  # our stand-ins for the user's dataset
+        self._dataset, self._batch_size = loader.dataset, batch_size
+        self._keeps_apart = False
+        """Whether the batches of an accumulation window stay separate."""
+        while isinstance(self._dataset, StandInDataset):
             if type(self._dataset) is WindowDataset:
-                self._parts, self._batch_size = not self._dataset.concatenates, batch_size * loader.batch_sampler.window
+                self._keeps_apart = not self._dataset.concatenates
+                self._batch_size = batch_size * loader.batch_sampler.window
             self._dataset = self._dataset.inner
         self._changes = StepsWatch(loader, self._dataset, read_source(self._dataset), steps)
         self._device = torch.device("cpu") if machine.device_id is None else torch.device("cuda", machine.device_id)
@@ -110,6 +114,7 @@ class DaliLoader:
 
         Args:
             seed: for the random steps; only used if DALI is started in this epoch.
+
         Raises:
             FastLoopError: a file cannot be read, or DALI makes no batch for LIMIT_S; the error names the files.
         """
@@ -133,20 +138,19 @@ class DaliLoader:
                 if why is not None:
                     failures += 1
                     self._distrust_decoder(why, failures)
-                    request = self._give_up_batch()
-                elif pictures is None:
-                    break
-                else:
-                    failures, request = 0, self._queue.under_way.popleft()
-                    if request.deep is not None:
-                        yield self._make_plainly(request, f"{request.deep} has more than 8 bits of gray")
-                        continue
-                    self.images += len(request.paths)
-                    yield self._hand_out(pictures, request)
-                    self._choose_decoder(waited_s)
+                    self._begin_again()
+                    if (request := self._queue.draw()) is not None:
+                        yield self._make_plainly(request, why)
                     continue
-                if request is not None:
-                    yield self._make_plainly(request, why)
+                if pictures is None:
+                    break
+                failures, request = 0, self._queue.under_way.popleft()
+                if request.deep is not None:
+                    yield self._make_plainly(request, f"{request.deep} has more than 8 bits of gray")
+                    continue
+                self.images += len(request.paths)
+                yield self._hand_out(pictures, request)
+                self._choose_decoder(waited_s)
             while (request := self._queue.draw()) is not None:  # only after DALI failed MOST_FAILURES times in a row
                 yield self._make_plainly(request, f"DALI failed on {MOST_FAILURES} batches in a row")
             if self._queue.failed is not None:
@@ -221,7 +225,7 @@ class DaliLoader:
         )
 
     def _settle(self) -> None:
-        """Clean up after an epoch that ended or was left early: let DALI finish its scheduled batches, drop them."""
+        """Clean up after an epoch that ended or was left early: let DALI finish what is scheduled, and drop it."""
         pipeline, self._pipeline, self._broken = self._pipeline, None, None
         self._queue.drop_waiting()
         if pipeline is not None and self._keeps:
@@ -237,7 +241,7 @@ class DaliLoader:
         self._queue.under_way.clear()
 
     def _follow_changes(self, *, begins: bool = False) -> None:
-        """Look whether the dataset's transforms were changed; if so, the next batches are made as they are now."""
+        """If the dataset's transforms were changed, make the next batches with the new ones."""
         if not self._changes.look(self._machine, begins=begins):
             return
         self._begin_again()
@@ -308,15 +312,10 @@ class DaliLoader:
             if not self.wants_channels_last():
                 pictures = pictures.contiguous()
         sizes = list(getattr(request.indices, "sizes", ()))
-        if self._parts and len(sizes) > 1:
+        if self._keeps_apart and len(sizes) > 1:
             parts = zip(torch.split(pictures, sizes), torch.split(request.labels, sizes), strict=True)
             return BatchWindow([image, label] for image, label in parts)
         return [pictures, request.labels]
-
-    def _give_up_batch(self) -> BatchRequest | None:
-        """Return the batch on which DALI failed; queue the later ones again for a new pipeline."""
-        self._begin_again()
-        return self._queue.draw()
 
     def _begin_again(self) -> None:
         """Drop the pipeline. Its unfinished batches go to the next one."""
@@ -334,9 +333,8 @@ class DaliLoader:
             try:
                 samples.append(self._dataset[index][0])
             except Exception as error:
-                let_through(error)
                 raise FastLoopError(
-                    got=f"{path}, sample {index}, which cannot be read: {type(error).__name__}: {error}",
+                    got=f"{path}, sample {index}, which cannot be read: {describe(error)}",
                     why="it could not be read without DALI either",
                     do="repair the file, or take it out of the dataset",
                 ) from error

@@ -94,6 +94,7 @@ def make_pipeline(
         source: returns the encoded paths of the next batch, raises StopIteration at the end; None if the caller feeds
             them.
         pinned: the caller also feeds the draws of the random steps, under the names from `name_pin`.
+
     Raises:
         RuntimeError: DALI cannot be started on this machine.
     """
@@ -176,7 +177,7 @@ class _Graph:
         inputs, device = {"data": data, **pins}, self.machine.decode
         if not self.on_host:
             return self._decode_on(device, first, HARDWARE_SHARE, **inputs)
-        # What `if` in a function is translated to, which DALI would have to be given as source code.
+        # DALI turns an `if` into these calls, but only in functions whose source it can read.
         parts, mine = self.fn._conditional, self.fn.batch_permutation() < self.on_host
         split = {name: parts.split(each, predicate=mine, _if_stmt=True) for name, each in inputs.items()}
         ours = self._decode_on("cpu", first, **{name: part for name, (part, _) in split.items()})

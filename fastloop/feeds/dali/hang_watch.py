@@ -64,8 +64,8 @@ class HangWatch:
 
 def _shut_down(pipeline: Any) -> None:
     """Shut a pipeline down. This wakes the thread that waits for it, and then waits for DALI's threads, maybe forever.
-    The pipeline object loses its native half first: otherwise its destructor and DALI's exit function would shut that
-    down too, and wait as well."""
+    The pipeline object loses its native half first. Otherwise its destructor and DALI's exit function would shut it
+    down as well, and wait too."""
     native: Any = getattr(pipeline, "_pipe", None)  # private: DALI 2.4 has it
     if hasattr(native, "Shutdown"):
         pipeline._pipe = None

@@ -47,6 +47,7 @@ class DaliEngine:
 
         Args:
             say: receives one line about the result.
+
         Raises:
             NotApplicable: they differ by more than rounding, or DALI cannot be started.
         """

@@ -42,10 +42,9 @@ def draw_words(count: int) -> Numbers:
     return words
 
 
-def _rewind(state: torch.Tensor, used: int) -> None:
-    """Set the generator to `state`, advanced by `used` words."""
-    torch.set_rng_state(state)
-    draw_words(used)
+def _to_uniform(words: Numbers) -> Numbers:
+    """Convert words to numbers from 0 up to 1, as torch does."""
+    return (words & _MANTISSA) * np.float32(2**-24)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def draw(drawings: Sequence[Drawing], heights: Numbers, widths: Numbers) -> Plac
     top, left, step = np.zeros_like(heights), np.zeros_like(widths), np.ones_like(widths)
     for each in drawings:
         if isinstance(each.step, RandomHorizontalFlip):
-            flips = (next(columns) & _MANTISSA) * np.float32(2**-24) < np.float32(each.step.p)
+            flips = _to_uniform(next(columns)) < np.float32(each.step.p)
             left = np.where(flips, left + step * (widths - 1), left)
             step = np.where(flips, -step, step)
         else:
@@ -126,7 +125,7 @@ def draw_parts(
     state = torch.get_rng_state()
     words = draw_words(len(heights) * ((2 * TRIES + 2) + len(flips)))  # at most
     areas, ratios = _list_shapes(step, words)
-    mirrors = [((words & _MANTISSA) * np.float32(2**-24) < np.float32(flip.p)).tolist() for flip in flips]
+    mirrors = [(_to_uniform(words) < np.float32(flip.p)).tolist() for flip in flips]
     numbers, at = words.tolist(), 0
     parts, mirrored = [], []
     for height, width in zip(heights.tolist(), widths.tolist(), strict=True):
@@ -146,13 +145,14 @@ def draw_parts(
             odd ^= mirrors_at[at]
             at += 1
         mirrored.append(odd)
-    _rewind(state, at)
+    torch.set_rng_state(state)
+    draw_words(at)  # as many as the plain loader draws
     return np.array(parts, dtype=np.int64), np.array(mirrored)
 
 
 def _list_shapes(step: RandomResizedCrop, words: Numbers) -> tuple[list[float], list[float]]:
     """Convert each word to a share of the area, and to an aspect ratio, in single precision as in torch."""
-    uniform = torch.from_numpy((words & _MANTISSA) * np.float32(2**-24)).float()
+    uniform = torch.from_numpy(_to_uniform(words)).float()
     log_ratio = torch.log(torch.tensor(step.ratio))
     scale = torch.tensor(step.scale)
     areas = uniform * (scale[1] - scale[0]) + scale[0]

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 from fastloop.errors import NotApplicable
 from fastloop.feeds.device_store.draws import Drawing, draw, draw_parts
 from fastloop.feeds.device_store.pictures import Pictures, fill
-from fastloop.feeds.images.byte_batches import ToFloats, find_user_dataset, is_color, make_bytes, replace_transform
+from fastloop.feeds.images.byte_batches import ToFloats, is_color, make_bytes, replace_transform
+from fastloop.feeds.images.nested import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
-from fastloop.feeds.images.reading import ImageSource, Transform, read_source
+from fastloop.feeds.images.reading import ImageSource, Transform, read_source, spread_indices
 from fastloop.records.facts import format_bytes
 from fastloop.records.images import RandomCrop, RandomHorizontalFlip, RandomResizedCrop, ToFloat
 
@@ -171,7 +172,7 @@ def prove(engine: DeviceEngine, dataset: Any, source: ImageSource) -> None:
     Raises:
         NotApplicable: they differ.
     """
-    chosen = np.linspace(0, source.count - 1, min(COMPARED, source.count)).astype(int).tolist()
+    chosen = spread_indices(source.count, COMPARED)
     with untouched_generators():
         state = torch.get_rng_state()
         samples = [dataset[index] for index in chosen]

@@ -42,7 +42,7 @@ class CheckedEngine:
     most_bytes: int | None = None
     """Most memory for samples; None for a share of the memory that is free at that time."""
     live: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={"json": None})
-    """The engine that `check` made and `make` has not taken yet."""
+    """The engine that `check` made, until `make` takes it."""
 
     def check(self, loader: Any, say: Callable[[str], None] = lambda _line: None) -> Mapping[str, Any]:
         """Make the engine and test it.

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import default_collate
 
+from fastloop.feeds.images.nested import find_user_dataset, replace_leaves
 from fastloop.feeds.images.own_samples import check_named
 from fastloop.feeds.images.reading import Transform, read_source
 from fastloop.feeds.lazy_loader import StandInDataset
@@ -85,24 +86,13 @@ def is_color(transform: Transform) -> bool:
 
 def replace_transform(dataset: Any, transform: Callable[[Any], Any]) -> Any:
     """Copy a dataset that `read_source` can read, or a stand-in for one, with another transform."""
-    if type(dataset) is not (kind := dataset.__class__):
-        make, (inner, *others) = dataset.__reduce__()
-        return make(replace_transform(inner, transform), *others)
-    twin = copy.copy(dataset)
-    if kind is Subset:
-        twin.dataset = replace_transform(dataset.dataset, transform)
-    elif kind is ConcatDataset:
-        twin.datasets = [replace_transform(part, transform) for part in dataset.datasets]
-    else:
+
+    def replace(leaf: Any) -> Any:
+        twin = copy.copy(leaf)
         twin.transform = transform
-    return twin
+        return twin
 
-
-def find_user_dataset(dataset: Any) -> Any:
-    """Return the user's dataset behind our stand-ins."""
-    while issubclass(type(dataset), StandInDataset):
-        dataset = dataset.inner
-    return dataset
+    return replace_leaves(dataset, replace)
 
 
 class ByteDataset(StandInDataset):

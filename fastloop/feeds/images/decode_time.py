@@ -21,9 +21,7 @@ def measure_decode_ms(dataset: Any) -> float | None:
     The first file does not count, since it includes one-time costs.
     """
     try:
-        source = read_source(dataset)
-        indices = range(0, source.count, max(1, source.count // FILES))
-        return _time_files([source.locate(index)[0] for index in indices[:FILES]])
+        return _time_files(read_source(dataset).list_paths(FILES))
     except NotImages:
         return None
     except Exception as error:  # a file that is missing or broken: the training has already reported it

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
 
 from fastloop.errors import NotApplicable, describe, let_through
-from fastloop.feeds.images.reading import METHOD
+from fastloop.feeds.images.nested import list_leaves
+from fastloop.feeds.images.reading import METHOD, spread_indices
 
 COMPARED = 4
 """Samples of each dataset; each is made twice."""
@@ -31,23 +31,14 @@ def check_named(
     Raises:
         NotApplicable: they differ.
     """
-    for leaf in _list_named(dataset):
-        _compare(leaf, make(leaf), collate)
-
-
-def _list_named(dataset: Any) -> Iterator[Any]:
-    if type(dataset) is Subset:
-        yield from _list_named(dataset.dataset)
-    elif type(dataset) is ConcatDataset:
-        for part in dataset.datasets:
-            yield from _list_named(part)
-    elif hasattr(dataset, METHOD):
-        yield dataset
+    for leaf in list_leaves(dataset):
+        if hasattr(leaf, METHOD):
+            _compare(leaf, make(leaf), collate)
 
 
 def _compare(dataset: Any, make: Callable[[int], Any], collate: Callable[[Any], Any]) -> None:
     name = type(dataset).__name__
-    for index in np.linspace(0, len(dataset) - 1, min(COMPARED, len(dataset))).astype(int).tolist():
+    for index in spread_indices(len(dataset), COMPARED):
         try:
             own, drawn = _draw(lambda index: collate(dataset[index]), index)
         except Exception as error:  # the training will report it when it gets there

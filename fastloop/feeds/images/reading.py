@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
@@ -66,6 +67,15 @@ class ImageSource:
         steps = tuple(step for each in self.transforms for step in each.steps)
         return ImageFacts(steps=steps, unknown=self.unknown, count=self.count)
 
+    def list_paths(self, most: int) -> list[str]:
+        """Return the paths of up to `most` files, spread across the dataset."""
+        return [self.locate(index)[0] for index in spread_indices(self.count, most)]
+
+
+def spread_indices(count: int, most: int) -> list[int]:
+    """Return up to `most` indices of `count` samples, from the first to the last one."""
+    return np.linspace(0, count - 1, min(most, count)).astype(int).tolist()  # type: ignore[no-any-return]
+
 
 def read_facts(dataset: Any) -> ImageFacts | str:
     """Return the facts about a dataset of image files, or why it is not one."""
@@ -82,11 +92,8 @@ def read_source(dataset: Any) -> ImageSource:
         NotImages: it is not recognized as a dataset of image files.
     """
     if type(dataset) is Subset:
-        inner = read_source(dataset.dataset)
-        indices = dataset.indices
-        return ImageSource(
-            lambda index: inner.locate(int(indices[index])), len(dataset), inner.transforms, inner.unknown
-        )
+        inner, indices = read_source(dataset.dataset), dataset.indices
+        return replace(inner, locate=lambda index: inner.locate(int(indices[index])), count=len(dataset))
     if type(dataset) is ConcatDataset:
         return _read_parts([read_source(part) for part in dataset.datasets], dataset.cumulative_sizes)
     if hasattr(dataset, METHOD):
@@ -103,7 +110,7 @@ def _read_parts(parts: Sequence[ImageSource], ends: Sequence[int]) -> ImageSourc
         place = next(place for place, end in enumerate(ends) if index < end)
         return parts[place].locate(index - (ends[place - 1] if place else 0))
 
-    return ImageSource(locate, ends[-1], parts[0].transforms, parts[0].unknown)
+    return replace(parts[0], locate=locate, count=ends[-1])
 
 
 def _read_folder(dataset: Any) -> ImageSource:

@@ -29,6 +29,9 @@ NONE, MEAN = 0, 1
 CHECKED_ROWS = 64
 CLOSE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 """Largest relative deviation of the gradient of the first rows."""
+WATCHED = 3
+"""Backwards for which a copy of the logits is kept. If code changes them in place after the loss, which PyTorch's
+version allows, that shows, and PyTorch's version runs from then on. A copy is half of what that one keeps."""
 
 
 def find_large(model: torch.nn.Module) -> int:
@@ -36,11 +39,6 @@ def find_large(model: torch.nn.Module) -> int:
     known = (each for each in model.parameters() if not torch.nn.parameter.is_lazy(each))
     rows = max((each.shape[0] for each in known if each.dim() == 2), default=0)
     return rows if rows >= FEWEST_CLASSES else 0
-
-
-WATCHED = 3
-"""Backwards for which a copy of the logits is kept: code that changes them in place after the loss, as PyTorch's own
-allows, is found, and PyTorch's runs from then on. A copy is half of what PyTorch's own keeps."""
 
 
 class LargeCrossEntropy:

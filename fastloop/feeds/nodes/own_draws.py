@@ -8,7 +8,7 @@ Source: torch/overrides.py, TorchFunctionMode; its stack is thread-local.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,8 @@ class OwnDraws(TorchFunctionMode):
     ) -> Any:
         """Call `func`, with the generator if it draws random numbers."""
         given = dict(kwargs or {})
-        if (
-            getattr(func, "__name__", "") in _DRAWING
-            and given.get("generator") is None
-            and not _is_elsewhere(args, given)
-        ):
+        draws = getattr(func, "__name__", "") in _DRAWING and given.get("generator") is None
+        if draws and not _is_elsewhere(args, given):
             given["generator"] = self._generator
         return func(*args, **given)
 
@@ -48,11 +45,3 @@ def _is_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return (device is not None and torch.device(device).type != "cpu") or any(
         isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in args
     )
-
-
-def draw_own(seed: int | None, make: Callable[[], Any]) -> Any:
-    """Call `make` so that its draws use a generator with this seed; None to call it unchanged."""
-    if seed is None:
-        return make()
-    with OwnDraws(seed):
-        return make()

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torchdata.nodes import BaseNode, ParallelMapper
 
 from fastloop.errors import FastLoopError
 from fastloop.evidence.samples.state_mark import StateMark
-from fastloop.feeds.nodes.own_draws import draw_own
+from fastloop.feeds.nodes.own_draws import OwnDraws
 from fastloop.feeds.workers import tried_workers
 from fastloop.feeds.workers.whereabouts import find_thread
 
@@ -128,7 +128,9 @@ class _Load:
     def __call__(self, task: _Task) -> _Task:
         task.thread = threading.get_ident()
         try:
-            task.batch = self._pin(draw_own(task.seed, partial(self._make, task)))
+            with nullcontext() if task.seed is None else OwnDraws(task.seed):
+                batch = self._make(task)
+            task.batch = self._pin(batch)
         except BaseException as error:  # catch all, so that the loop raises it instead of waiting for a dead thread
             task.error = error
         finally:

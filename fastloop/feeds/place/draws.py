@@ -12,13 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from fastloop.evidence.samples import sample_code
@@ -82,7 +76,7 @@ class Draws:
         self.draws_at_once = known
         """The sampler draws from the global streams only when it makes an epoch's first batch."""
         shared = ranks == 1 or (known and any(isinstance(item, DistributedSampler) for item in parts.values()))
-        self._seeds_workers = None if loader.persistent_workers else loader.generator
+        self._seeds_workers: Any = None if loader.persistent_workers else loader.generator
         """Generator of each epoch's worker seed, drawn before the sampler's order; persistent workers keep theirs."""
         self._own = {path: item for path, item in parts.items() if shared and _is_source(item)}
         self._streams: dict[str, Any] = {"torch": torch.default_generator} if shared else {}
@@ -100,18 +94,14 @@ class Draws:
     def read(self, *, between_epochs: bool = False) -> Order:
         """Return the state that decides the order of the epoch that begins now. Between epochs, return only what the
         next epoch inherits: the global streams move on, and ``set_epoch`` sets the epoch's number."""
-        values = {path: getattr(item, name) for path, (item, name) in self._values.items()}
         own = {path: _read_source(item) for path, item in self._own.items()}
-        for path, item in self._own.items():
-            if between_epochs and self._seeds_workers is not None and item is self._seeds_workers:
-                own[path] = _draw_seed(self._seeds_workers)
+        kept = dict(self._values)
+        if between_epochs:
+            own |= {path: _draw_seed(item) for path, item in self._own.items() if item is self._seeds_workers}
+            kept = {path: each for path, each in kept.items() if not callable(getattr(each[0], "set_epoch", None))}
         return {
             "own": own,
-            "values": {
-                path: value
-                for path, value in values.items()
-                if not between_epochs or not callable(getattr(self._values[path][0], "set_epoch", None))
-            },
+            "values": {path: getattr(*each) for path, each in kept.items()},
             "streams": {} if between_epochs else self._read_streams(),
         }
 

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Subset, default_collate
 
 from fastloop.errors import NotApplicable, let_through
 from fastloop.feeds.device_store.draws import send
-from fastloop.feeds.images.byte_batches import find_user_dataset
+from fastloop.feeds.images.nested import find_user_dataset
 from fastloop.feeds.images.own_samples import untouched_generators
+from fastloop.feeds.images.reading import spread_indices
 from fastloop.feeds.rows.reading import Column, NotRows, Rows, read_rows
 from fastloop.records.facts import Follows, format_bytes
 
@@ -74,7 +75,7 @@ class RowEngine:
         return batch
 
     def _pick(self, rows: Rows, indices: list[Any]) -> Any:
-        """Return the batch; None if the indices are no row numbers: torch accepts other keys too."""
+        """Return the batch; None if the indices are not row numbers: torch accepts other keys too."""
         places = np.asarray(indices)
         if places.ndim != 1 or places.dtype.kind not in "iu" or not len(places):
             return None
@@ -109,7 +110,7 @@ class RowEngine:
             raise NotApplicable("the dataset is empty")
         check_room(rows, self._device, self._most_bytes)
         self._rows, self._columns = rows, {id(column): _Values(column, self._device) for column in rows.columns}
-        chosen = np.linspace(0, rows.count - 1, min(COMPARED, rows.count)).astype(int).tolist()
+        chosen = spread_indices(rows.count, COMPARED)
         with untouched_generators():
             expected = default_collate([self._dataset[index] for index in chosen])
             made = self._pick(rows, chosen)
@@ -130,8 +131,8 @@ class RowEngine:
 
 
 def _list_relied_on(dataset: Any, rows: Rows | None) -> list[Any]:
-    """The classes, methods and attributes that decide which rows are a dataset's samples; all attributes if they are
-    none."""
+    """List the classes, methods and attributes that decide how a dataset makes samples from rows; all attributes if it
+    does not."""
     found: list[Any] = []
     while True:
         kind, held = type(dataset), getattr(dataset, "__dict__", {})

@@ -16,6 +16,8 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -83,8 +85,7 @@ def read_facts(dataset: Any) -> RowFacts | str:
         let_through(error)
         return f"{type(dataset).__name__} cannot be read: {describe(error)}"
     devices = {column.values.device.type for column in rows.columns if isinstance(column.values, torch.Tensor)}
-    name = type(whole).__name__
-    return RowFacts(what=name, count=count, devices=tuple(sorted(devices)))
+    return RowFacts(what=type(whole).__name__, count=count, devices=tuple(sorted(devices)))
 
 
 def find_whole(dataset: Any) -> Any:
@@ -156,7 +157,7 @@ def _measure_bytes(values: Any) -> int:
 
 
 def _read_class(dataset: Any) -> tuple[Any, tuple[str, ...]]:
-    """The form of the samples, and the attributes that they are picked from."""
+    """Return the form of the samples, and the attributes that they are picked from."""
     kind = type(dataset)
     function = getattr(kind, "__getitem__", None)
     if not inspect.isfunction(function) or hasattr(dataset, "__getitems__"):
@@ -185,7 +186,7 @@ class _Reader:
         self._dataset, self._globals, self._own, self._index = dataset, function.__globals__, own, index
         self._known: dict[str, Any] = {}
         self.found: dict[str, Any] = {}
-        """What it picks from, by the names of the dataset's attributes."""
+        """The values that the method picks rows from, by attribute."""
 
     def read(self, body: Sequence[ast.stmt]) -> Any:
         """Return the form of the samples that the method returns."""
@@ -248,31 +249,14 @@ class _Reader:
             raise self._refuse(node)
         if dtype is None and (isinstance(column.values, list) or (is_array and column.values.ndim == 1)):
             raise self._refuse(node)  # torch would choose the dtype of a single number
-        return Column(column.values, (*column.changes, _To(dtype)))
+        return Column(column.values, (*column.changes, partial(torch.Tensor.to, dtype=dtype)))
 
     def _cast(self, node: ast.Call, inner: ast.expr, cast: str) -> Column:
         column = self._follow(inner)
         if not isinstance(column, Column) or not (column.changes or isinstance(column.values, torch.Tensor)):
             raise self._refuse(node)  # an array has other methods
-        return Column(column.values, (*column.changes, _Cast(cast)))
+        return Column(column.values, (*column.changes, methodcaller(cast)))
 
     def _refuse(self, node: ast.AST) -> NotRows:
         text = " ".join(ast.unparse(node).split())
         return NotRows(f"{type(self._dataset).__name__}.__getitem__ does more than pick rows: {text[:80]}")
-
-
-@dataclass(frozen=True)
-class _To:
-    dtype: torch.dtype | None
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self.dtype is None else values.to(self.dtype)
-
-
-@dataclass(frozen=True)
-class _Cast:
-    name: str
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        cast: torch.Tensor = getattr(values, self.name)()
-        return cast

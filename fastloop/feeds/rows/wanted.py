@@ -37,6 +37,7 @@ def plan_rows(facts: Facts, loader: LoaderFacts, most_bytes: int | None = None, 
 
     Args:
         most_bytes: most memory for a copy on the device; None for a `share` of what is free there.
+
     Raises:
         NotApplicable: batches picked this way might differ from the loader's.
     """

@@ -6,14 +6,13 @@ There are two recordings because other code runs between them: gradients are zer
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastloop.feeds.batch_tree import is_container, iterate_tensors, map_tensors
+from fastloop.feeds.batch_tree import is_container, iterate_tensors, list_members, map_tensors
 from fastloop.feeds.call_shapes import Replays
 from fastloop.feeds.step_graph.recording import CudaRecorder
 
@@ -50,7 +49,8 @@ class StaticStep:
         self._inputs = map_tensors(batch, lambda tensor: torch.empty_like(tensor).copy_(tensor))
         self._fields = list(iterate_tensors(self._inputs))
         self._loss: torch.Tensor | None = None
-        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """The parameters with gradients, and the tensors that a replayed backward writes these to."""
         self._slots: list[torch.Tensor] = []
         """The memory that a replayed backward writes to. Other code has no access to these tensors, so it cannot give
         them another tensor's memory."""
@@ -87,7 +87,7 @@ class StaticStep:
             written, self._backward = recorder.record(run_backward)
         self._slots = [each.detach() for each in written]
         known = {id(each) for each in written}
-        self._gradients = [(parameter, slot) for parameter, slot in slots.items() if id(slot) in known]
+        self.gradients = [(parameter, slot) for parameter, slot in slots.items() if id(slot) in known]
         self._loss = None
 
     def replay(self, batch: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -111,28 +111,23 @@ class StaticStep:
         """Replay the backward of the last forward, add its gradients to the parameters' gradients, and call the hooks
         on them: a replay does not."""
         self._replay_backward()
-        for parameter, _ in self._gradients:
+        for parameter, _ in self.gradients:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
     def _replay_backward(self) -> None:
-        for place, (parameter, gradient) in enumerate(self._gradients):
+        for place, (parameter, gradient) in enumerate(self.gradients):
             if gradient.data_ptr() != self._slots[place].data_ptr():  # somebody wrote `grad.data = ...`
-                self._gradients[place] = parameter, self._slots[place].detach()
-        kept = [(each, own, static) for each, static in self._gradients if (own := each.grad) is not None]
+                self.gradients[place] = parameter, self._slots[place].detach()
+        kept = [(each, own, static) for each, static in self.gradients if (own := each.grad) is not None]
         sums = _copy_away([own for _, own, _ in kept], {id(static) for _, _, static in kept})
         self._backward()
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in self.gradients:
             parameter.grad = gradient
         if kept:
             torch._foreach_add_(sums, [static for _, _, static in kept])
             for (parameter, _, _), gradient in zip(kept, sums, strict=True):
                 parameter.grad = gradient
-
-    @property
-    def gradients(self) -> Gradients:
-        """The parameters with gradients, and the tensors that a replayed backward writes these to."""
-        return self._gradients
 
     def fill(self, batch: Any) -> None:
         """Copy a batch into the step's input tensors."""
@@ -142,10 +137,10 @@ class StaticStep:
 
     def let_go(self) -> None:
         """Replace the parameters' gradients by copies that the graphs do not write to."""
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in self.gradients:
             if parameter.grad is gradient:
                 parameter.grad = gradient.clone()
-        self._gradients = []
+        self.gradients = []
 
     def _run_forward(self) -> list[torch.Tensor]:
         ran = self._run(self._inputs)
@@ -186,7 +181,7 @@ def gradients_aside(parameters: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hooks_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Call no hooks on the parameters' gradients."""
+    """Inside the context, the parameters have no hooks on their gradients."""
     hooked = [(hooks, dict(hooks)) for each in parameters if (hooks := each._post_accumulate_grad_hooks)]
     for hooks, _ in hooked:
         hooks.clear()
@@ -208,6 +203,4 @@ def read_key(batch: Any) -> Any:
         return object()
     if isinstance(batch, Mapping):
         return type(batch), *((name, read_key(value)) for name, value in batch.items())
-    if isinstance(batch, (list, tuple)):
-        return type(batch), *map(read_key, batch)
-    return type(batch), *(read_key(getattr(batch, field.name)) for field in dataclasses.fields(batch))
+    return type(batch), *map(read_key, list_members(batch))

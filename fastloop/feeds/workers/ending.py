@@ -21,13 +21,13 @@ def kill_workers(source: Any, wait_s: float) -> None:
 
 
 def kill_started(others: Collection[Any], wait_s: float) -> None:
-    """Kill all children but `others`, which were there before: torch forgets those of an iterator that it could not
-    make."""
+    """Kill all child processes but `others`, which were there before: torch forgets the workers of an iterator whose
+    start failed."""
     _kill(set(active_children()).difference(others), wait_s, lambda: None)
 
 
 def _kill(workers: Iterable[Any], wait_s: float, then: Callable[[], None]) -> None:
-    """Kill them where torch does not hear of it, which would raise at the death of each."""
+    """Kill workers while torch's signal handler is off: it would raise an error for each that dies."""
     try:
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     except ValueError:  # not the main thread: torch terminates them when their iterator is deleted

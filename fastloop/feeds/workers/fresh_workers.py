@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fastloop.evidence.samples.state_mark import StateMark
-from fastloop.feeds.lazy_loader import Epochs, begin_unchanged
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, parts_in_place
 from fastloop.feeds.workers.ending import end_workers
 from fastloop.feeds.workers.read_twice import ReadTwice
 
@@ -19,7 +19,7 @@ class FreshWorkers:
     """The epochs of a loader whose workers a rung keeps.
 
     Attributes:
-        kept, restarts: epochs that had the workers of the one before, and those for which they were restarted.
+        kept, restarts: epochs that kept the workers of the previous one, and epochs that restarted them.
         reason: why they were restarted last; None if they were not.
 
     Args:
@@ -68,8 +68,10 @@ class FreshWorkers:
 
     def may_keep(self) -> bool:
         """Whether reading a sample is not known to change it, and no answer to that is still to come."""
-        changes = False if self._twice is None else self._twice.find_change()[0]
-        return changes is False or (changes is None and self._twice is not None and not self._twice.is_pending)
+        if self._twice is None:
+            return True
+        changes, _ = self._twice.find_change()
+        return changes is False or (changes is None and not self._twice.is_pending)
 
     def _find_change(self) -> str | None:
         """Return why the workers must not stay; None if they may."""
@@ -80,11 +82,7 @@ class FreshWorkers:
 
 
 def _begin_apart(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Start an iterator with workers of its own, for a callback that reads a loader in mid-epoch. From a loader that
-    keeps its workers, torch would return the one iterator that the training is reading, started anew."""
-    own = {name: loader.__dict__[name] for name in ("persistent_workers", "_iterator")}
-    loader.__dict__.update(persistent_workers=False, _iterator=None)
-    try:
+    """Start an iterator with its own workers, for a callback that reads the loader in mid-epoch. torch would reset the
+    loader's one persistent iterator, which the training is reading."""
+    with parts_in_place(loader, {"persistent_workers": False, "_iterator": None}):
         return begin()
-    finally:
-        loader.__dict__.update(own)

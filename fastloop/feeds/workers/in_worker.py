@@ -1,8 +1,11 @@
-"""Code that workers on trial run in their processes: they pickle each batch themselves, and send what they raise."""
+"""Code that workers on trial run in their processes: they leave CPUs to the training, pickle each batch themselves, and
+send what they raise."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import pickle
 import random
 import statistics
@@ -17,10 +20,51 @@ from typing import Any
 import torch
 from torch.utils.data import _DatasetKind
 
-from fastloop.errors import let_through
+from fastloop.errors import describe
 
 TIMED = 9
 """Batches whose making and transfer are timed before the two times are compared."""
+_NICENESS = 5
+
+
+@dataclass(frozen=True)
+class LeavesRoom:
+    """A ``worker_init_fn`` that keeps its worker off some CPUs, and then calls the loader's own function. So the thread
+    that launches the device's work never waits for a CPU; the training process itself does not change.
+
+    Args:
+        own: the loader's ``worker_init_fn``, or None.
+        free_cpus: CPUs reserved for the training processes on this machine. If affinity cannot be set, the worker
+            raises its niceness instead.
+    """
+
+    own: Callable[[int], None] | None
+    free_cpus: int
+
+    def __call__(self, worker_id: int) -> None:
+        if not _keep_off(self.free_cpus):
+            with contextlib.suppress(OSError):
+                os.nice(_NICENESS)
+        _limit_opencv()
+        if self.own is not None:
+            self.own(worker_id)
+
+
+def _keep_off(free_cpus: int) -> bool:
+    """Keep this process off the last of its allowed CPUs, the same for all workers; return False if impossible."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has affinity, and a sandbox may forbid it
+        usable = sorted(os.sched_getaffinity(0))
+        if len(usable) > 2 * free_cpus:
+            os.sched_setaffinity(0, usable[:-free_cpus])
+        return True
+    return False
+
+
+def _limit_opencv() -> None:
+    """Limit OpenCV to one thread in each worker, like torch's threads, if it would use all CPUs."""
+    cv2: Any = sys.modules.get("cv2")
+    if cv2 is not None and cv2.getNumThreads() >= (os.cpu_count() or 1):
+        cv2.setNumThreads(1)
 
 
 @dataclass(frozen=True)
@@ -48,8 +92,7 @@ def _open(content: bytes) -> Any:
     except (OSError, EOFError):  # the worker is gone, and its shared memory too
         raise
     except Exception as error:
-        let_through(error)
-        return Unsent(f"what workers send cannot be unpickled: {_describe(error)}", False)
+        return Unsent(f"what workers send cannot be unpickled: {describe(error)}", False)
 
 
 class Order:
@@ -101,15 +144,14 @@ class Send:
             self._note(worker.id)
         except Exception as error:  # the default collate function writes into shared memory
             if _is_full(error):
-                return Unsent(_describe(error), True)
+                return Unsent(describe(error), True)
             raise
         try:
             return Parcel(bytes(ForkingPickler.dumps(batch)))
         except Exception as error:
-            let_through(error)
             if _is_full(error):
-                return Unsent(_describe(error), True)
-            return Unsent(f"workers cannot send the loader's batches: {_describe(error)}", False)
+                return Unsent(describe(error), True)
+            return Unsent(f"workers cannot send the loader's batches: {describe(error)}", False)
 
     def _note(self, worker: int) -> None:
         if not self._is_first:
@@ -120,10 +162,6 @@ class Send:
 
 def _is_full(error: Exception) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _can_be_sent(kind: type) -> bool:

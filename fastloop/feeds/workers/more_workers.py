@@ -22,12 +22,13 @@ from fastloop.evidence import loader_queue
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
-from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, name_sampler
+from fastloop.feeds.lazy_loader import Epochs, begin_unchanged, name_sampler, parts_in_place
 from fastloop.feeds.workers.ending import end_workers, kill_started
 from fastloop.feeds.workers.pace import Left, Pace
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.tried_workers import LOOK_S
 from fastloop.numbers import format_short
+from fastloop.records.plan import say_count
 
 LEAST_GAIN = 1.05
 
@@ -80,11 +81,13 @@ class MoreWorkers:
         self.most, self._count_left, self._tell, self._epochs = most, count_left, tell, epochs
         self._room_bytes, self._is_training = room_bytes, is_training
         self._found, self._keep, self._batch_bytes = found, keep, 0
+        self._repeats = epochs is not begin_unchanged
+        """Whether the old workers end at a change, and new ones make again what they had begun."""
         self._pending = PendingIndices()
         self._iterator: Callable[[], Any] = lambda: None
         """Returns the iterator that receives the workers' batches."""
         self._epoch = self._loading = 0
-        """The number of the last epoch, and that of the one that is loading; 0 for none."""
+        """Numbers of the last epoch and of the one that is loading; 0 for none."""
         self._mark: StateMark | None = None
         self._pace: Pace | None = None
         self._before: _Fewer | None = None
@@ -143,9 +146,7 @@ class MoreWorkers:
                 self._pending.pending.popleft()
                 now = time.perf_counter()
                 if then is None and (found := self._note(loader, batch, now - asked, now - last)) is not None:
-                    if (
-                        self._epochs is not begin_unchanged
-                    ):  # the old workers end, and others repeat what they have begun
+                    if self._repeats:
                         source = self._start_anew(loader, begin, source, found)
                     else:
                         then = self._start_beside(loader, begin, found)
@@ -191,7 +192,7 @@ class MoreWorkers:
             kill_started(others, LOOK_S)
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
-            self.is_faster, self.change = False, f"{_name(old)} as before: {quote(error, briefly=True)}"
+            self.is_faster, self.change = False, f"{say_count(old, 'worker')} as before: {quote(error, briefly=True)}"
             return None
 
     def _start_anew(
@@ -209,67 +210,65 @@ class MoreWorkers:
         """Return the old number of workers if having more may have caused this error, such as too little memory, or a
         ``worker_init_fn`` for fewer workers; else None. If the dataset raised it, it will do so again."""
         before, now = self._before, self._pace
-        if self._epochs is not begin_unchanged or before is None or now is None or self._pending.has_raised(error):
+        if self._repeats or before is None or now is None or self._pending.has_raised(error):
             return None
         if now.workers <= before.workers:
             return None
         self.is_faster = False
-        self.change = f"{_name(before.workers)} again: {quote(error, briefly=True)}"
+        self.change = f"{say_count(before.workers, 'worker')} again: {quote(error, briefly=True)}"
         return before.workers
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], *, beside: bool = False) -> Any:
         """Start the loader's iterator on our indices; the loader keeps its own sampler."""
         name = name_sampler(loader)
-        own = getattr(loader, name)
-        self._pending.inner = own
+        self._pending.inner = getattr(loader, name)
         if self._pace is None or self._pace.workers != loader.num_workers:
             ready = loader.num_workers * int(loader.prefetch_factor or 1)
             self._pace = Pace(loader.num_workers, ready if beside else 0)
-        loader.__dict__[name] = self._pending
 
         def begin_noted() -> Iterator[Any]:
             iterator = begin()
             self._iterator = weakref.ref(iterator)  # weak: its workers end when nothing refers to it
             return iterator
 
-        try:
+        with parts_in_place(loader, {name: self._pending}):
             return self._epochs(loader, begin_noted)
-        finally:
-            loader.__dict__[name] = own
 
     def _note(self, loader: DataLoader[Any], batch: Any, waited_s: float, took_s: float) -> int | None:
-        """Note a batch's times; return the number of workers to continue with, None for the current one."""
+        """Note a batch's times; return the number of workers to change to, None to keep the current one."""
         pace = self._pace
         if pace is None or not loader.num_workers or self._next is not None:
             return None
         if self.is_faster is None:
             pace.note(waited_s, took_s, loader_queue.count_ready(self._iterator()))
-        if self._before is None:
-            loses, stay = self._epochs is not begin_unchanged, bool(loader.persistent_workers)
-            found = pace.find_more(self.most, self._count_left(), loses=loses, stay=stay)
-            if found is None:
-                return None
-            workers, is_now = self._fit(loader, batch, found[0]), found[1]
-            if workers <= pace.workers:
-                self.most = pace.workers
-                return None
-            self._before = _Fewer(pace.workers, pace.batch_s)
-            self._keep_found(workers, None)
-            # Workers that start now would see what has changed since the others started.
-            is_now = is_now and self._mark is not None and self._mark.find_change() is None
-            self._next = None if is_now else workers
-            self.change = f"{workers} workers instead of {pace.workers}; the run ended before they could be timed"
-            return workers if is_now else None
-        return self._compare(self._before, pace)
+        return self._find_more(loader, batch, pace) if self._before is None else self._compare(self._before, pace)
+
+    def _find_more(self, loader: DataLoader[Any], batch: Any, pace: Pace) -> int | None:
+        """Return the number of workers to change to now, or set it for the next epoch; None if this number stays."""
+        stay = bool(loader.persistent_workers)
+        found = pace.find_more(self.most, self._count_left(), loses=self._repeats, stay=stay)
+        if found is None:
+            return None
+        workers, is_now = self._fit(loader, batch, found[0]), found[1]
+        if workers <= pace.workers:
+            self.most = pace.workers
+            return None
+        self._before = _Fewer(pace.workers, pace.batch_s)
+        self._keep_found(workers, None)
+        self.change = f"{workers} workers instead of {pace.workers}; the run ended before they could be timed"
+        if is_now and self._mark is not None and self._mark.find_change() is None:
+            return workers
+        self._next = workers  # workers that start now would see what has changed since the others started
+        return None
 
     def _fit(self, loader: DataLoader[Any], batch: Any, workers: int) -> int:
         """Return how many of these workers fit into shared memory together with the current ones."""
         self._batch_bytes = size = sum(tensor.nbytes for tensor in walk_storage(batch))
         if self._room_bytes is None or not size:
             return workers
-        fitting = fit_in_shm(workers + loader.num_workers, loader.prefetch_factor or 1, size, self._room_bytes)
-        enough = fitting is not None and fitting[1] == (loader.prefetch_factor or 1)
-        return fitting[0] - loader.num_workers if fitting is not None and enough else 0
+        ahead = loader.prefetch_factor or 1
+        fitting = fit_in_shm(workers + loader.num_workers, ahead, size, self._room_bytes)
+        return fitting[0] - loader.num_workers if fitting is not None and fitting[1] == ahead else 0
 
     def _compare(self, before: _Fewer, pace: Pace) -> int | None:
         """Report whether more workers make batches come faster; return the old number of workers if not, else None."""
@@ -279,21 +278,16 @@ class MoreWorkers:
         self.is_faster = now_s * LEAST_GAIN <= was_s
         if self.is_faster:
             self.change = f"{pace.workers} workers instead of {before.workers}: {figures}"
-            self._tell(self.change)
             self._keep_found(pace.workers, now_s)
-            return None
-        self.change = f"{_name(before.workers)} again: with {pace.workers} it was {figures}"
+        else:
+            self.change = f"{say_count(before.workers, 'worker')} again: with {pace.workers} it was {figures}"
+            self._keep_found(before.workers, was_s)
         self._tell(self.change)
-        self._keep_found(before.workers, was_s)
-        return before.workers
+        return None if self.is_faster else before.workers
 
     def _keep_found(self, workers: int, then_s: float | None) -> None:
         before_s, size = None if self._before is None else self._before.batch_s, self._batch_bytes
         self._keep(FoundWorkers(workers=workers, before_s=before_s, then_s=then_s, batch_bytes=size))
-
-
-def _name(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def _compare_s(now_s: float, was_s: float) -> str:

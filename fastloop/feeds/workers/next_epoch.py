@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from fastloop.feeds.lazy_loader import Disguised, SameOrder, draw_seed, name_sampler
+from fastloop.feeds.lazy_loader import Disguised, SameOrder, draw_seed, name_sampler, parts_in_place
 from fastloop.feeds.workers.pending_indices import PendingIndices
 
 TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -84,20 +84,19 @@ class NextEpoch:
         self, loader: DataLoader[Any], make: Callable[[], Iterator[Any]], own: Any, source: Any, last: _Stream | None
     ) -> Iterator[Any]:
         """Let the loader's iterator read these indices. One that stays only knows its last sampler: that is reused."""
-        before, name = self._stream, name_sampler(loader)
+        before = self._stream
         if last is None:
             known = weakref.ref(loader)  # weak: the loader's workers end when nothing refers to it
             last = _Stream(source, lambda stream: self._predict(known(), own, stream))
         else:
             last.begin_epoch(source)
-        loader.__dict__[name] = self._stream = last
+        self._stream = last
         try:
-            iterator = make()
+            with parts_in_place(loader, {name_sampler(loader): last}):
+                iterator = make()
         except BaseException:
             self._stream = before
             raise
-        finally:
-            loader.__dict__[name] = own
         last.find_iterator = weakref.ref(iterator)
         return _Epoch(iterator, last)
 

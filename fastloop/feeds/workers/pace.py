@@ -60,8 +60,8 @@ class _Sums(NamedTuple):
 
 @dataclass
 class Pace:
-    """How fast workers lately made batches: the last two of each worker, so that bursts of all workers do not count
-    twice. A batch that was ready before is no sign of their pace, and one that stays ready is.
+    """How fast workers have made the last few batches, two or more of each worker: they may finish in bursts. A batch
+    counts when it is made, which may be long before it is taken.
 
     Args:
         workers: their number.
@@ -77,7 +77,7 @@ class Pace:
         self._made = 0
         """The sums over `_spans`."""
         self._unsteady = max(self.ready, self.workers)
-        """Batches still to come that do not count, because the workers began them at their start."""
+        """The next batches that do not count, because the workers began them at their start."""
         self._round: list[_Span] | None = None if self.ready else []
         """An epoch's first batches, up to the second one of the first worker; None if some may have been ready."""
         self._ready: int | None = None
@@ -117,8 +117,8 @@ class Pace:
         return max(LEAST_BATCHES, 2 * self.workers)
 
     def _read(self) -> _Sums | None:
-        """What tells the pace: enough batches, or fewer, in whole rounds of the workers, that were waited for long; or
-        the time that the first worker took for its second batch, if the wait for it was long. None if unknown."""
+        """Return sums over enough batches, or over fewer if these are whole rounds of the workers with long waits; else
+        over the time to the first worker's second batch, if the wait for it was long. None if there is nothing yet."""
         count, long_s = len(self._spans), LEAST_S + START_S * self.workers
         is_round = count >= LEAST_BATCHES / 2 and count % self.workers == 0 and self._waited_s >= long_s
         if self._made >= 1 and (is_round or (count >= self._least and self._took_s >= LEAST_S)):
@@ -189,7 +189,7 @@ class WorkerCosts:
             self._took_ms.append(took_ms)
 
     def end_epoch(self) -> None:
-        """Count this epoch, of which no more batches are taken."""
+        """Count the epoch that ends here."""
         self._waited_ms += self._epoch_ms
         self._waited_for += self._epoch_batches
 
@@ -201,7 +201,8 @@ class WorkerCosts:
         return statistics.median(self._took_ms), made_ms
 
     def explain_loss_of_epochs(self) -> str | None:
-        """Why workers cost time over whole epochs: in short ones, nothing lies ready when the first batch is wanted."""
+        """Return why workers cost more time than they save over whole epochs; None if they do not, or it is unknown. In
+        short epochs, no batch is ready when the first one is needed."""
         made_ms = self._find_made_ms()
         if made_ms is None or self._waited_for < TIMED or self._waited_ms <= LOSES * made_ms * self._waited_for:
             return None

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from torch.utils.data import ConcatDataset, Subset
-
-from fastloop.feeds.lazy_loader import StandInDataset
+from fastloop.feeds.images.nested import list_parts, replace_leaves
 
 LONG = 100_000
 """Minimum number of samples for packing to pay off: their list takes about 20 MB in each worker."""
@@ -74,36 +72,26 @@ class Packing:
     def wrap(self, dataset: Any) -> Any:
         """Return a copy of an image folder, or of a Subset, ConcatDataset or stand-in around it, with its file list
         packed; the user's object stays unchanged."""
-        return _pack(dataset)
+        return replace_leaves(dataset, _pack)
 
 
 def count_packable(dataset: Any) -> int:
     """Count the samples of all image folders with long lists in a dataset; 0 if there are none."""
-    if type(dataset) is Subset:
-        return count_packable(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return sum(map(count_packable, dataset.datasets))
+    if parts := list_parts(dataset):
+        return sum(map(count_packable, parts))
     return len(dataset.samples) if _is_folder(dataset) and len(dataset.samples) >= LONG else 0
 
 
 def _pack(dataset: Any) -> Any:
-    if issubclass(type(dataset), StandInDataset):
-        make, (inner, *others) = dataset.__reduce__()
-        return make(_pack(inner), *others)
     if not count_packable(dataset):
         return dataset
     twin = copy.copy(dataset)
-    if type(dataset) is Subset:
-        twin.dataset = _pack(dataset.dataset)
-    elif type(dataset) is ConcatDataset:
-        twin.datasets = list(map(_pack, dataset.datasets))
-    else:
-        try:
-            twin.samples = PackedList(dataset.samples)
-        except (TypeError, OverflowError):  # the user's own kind of list
-            return dataset
-        if getattr(dataset, "imgs", None) is dataset.samples:
-            twin.imgs = twin.samples
+    try:
+        twin.samples = PackedList(dataset.samples)
+    except (TypeError, OverflowError):  # the user's own kind of list
+        return dataset
+    if getattr(dataset, "imgs", None) is dataset.samples:
+        twin.imgs = twin.samples
     return twin
 
 

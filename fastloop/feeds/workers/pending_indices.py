@@ -1,4 +1,4 @@
-"""Keeps the indices of batches that a loader has asked for and not returned, so that others can make these batches."""
+"""Keeps the indices of batches that a loader has requested but not returned, so that others can make these batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PendingIndices(StandIn):
         self.resumes = False
         """Whether the next ``iter`` starts with the pending indices and then continues the sampler."""
         self.goes_on = False
-        """Whether the next ``iter`` only continues the sampler: others still make the pending batches."""
+        """Whether the next ``iter`` only continues the sampler, since others still make the pending batches."""
         self._reader = 0
         """Number of the last ``iter``, the only one that may continue."""
         self._source: Iterator[Any] = iter(())

@@ -1,28 +1,21 @@
-"""Whether reading a sample changes it for the next time, and whether torch rounds it differently with one thread, found
-out by reading a few samples twice in a forked process.
+"""Reads a few samples twice in a forked process: does reading a sample change it, and does torch round it differently
+with one thread?
 
-A ``__getitem__`` that divides a stored picture by 255 in place is right with workers that start anew in each epoch, and
-with kept ones the picture grows darker. Code that reads code finds only some ways to write that.
+If ``__getitem__`` divides a stored picture by 255 in place, workers that start anew in each epoch hide that, but with
+workers that stay, the picture gets darker each time. Reading the source finds only some of the ways to write this.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
-import gc
-import multiprocessing
 import os
-import pickle
 import random
-import re
-import signal
 import sys
 import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils.worker import WorkerInfo, _worker_loop
 
 from fastloop.errors import let_through
-from fastloop.evidence.samples import sample_code
-from fastloop.evidence.samples.dataset import list_running, walk
+from fastloop.feeds.workers.forked import Fork, end_in_time, may_try
 from fastloop.feeds.workers.in_worker import read_streams
 from fastloop.feeds.workers.next_epoch import TORCH_SAMPLERS
 from fastloop.feeds.workers.thread_rounding import find_difference
@@ -42,47 +34,31 @@ SOON_S = 1.0
 """The training waits no longer than this for an answer that it can do without at first."""
 LATE_S = 10.0
 """The same for one that it cannot: samples that take so long make the first batch take longer."""
-MOST_S = 30
-"""The process ends itself after this time, wherever it is."""
 ANOTHER, FROZEN = "differs when it is read again", "is random when first read, and stays the same from then on"
-_WRITES = re.compile(
-    r"(\w+_)?write\w*|save\w*|dump\w*|imwrite|tofile|to_(csv|parquet|json|feather|pickle|hdf|zarr|file|disk)"
-    r"|shutil|commit|unlink|rename|copyfile|copytree|copy2|symlink\w*|mkdir|makedirs|system|Popen|check_call|check_output"
-)
-"""Calls with effects outside of the process: such samples are not read once more than needed."""
 _WORKER = sys.modules[_worker_loop.__module__]
 _MOST_COMPARED = 16
 """Samples that are made with other numbers of threads: half of them may round alike by chance."""
-_MOST_SHARED_BYTES = 2**28
-_PRIVATE_ANONYMOUS_FIXED = 0x02 | 0x20 | 0x10
-"""Flags of Linux's mmap."""
 
 
 class ReadTwice:
-    """Reads samples of a loader's dataset twice, in a forked process that begins with this object and first copies the
-    memory that processes share.
+    """Reads samples of a loader's dataset twice, in a forked process that begins with this object.
 
     Args:
         compares_threads: whether it also makes samples with as many of torch's threads as this process has.
     """
 
     def __init__(self, loader: DataLoader[Any], *, compares_threads: bool = False) -> None:
-        self._process: Any = None
+        self._fork: Fork | None = None
         self._answers: list[Any] = []
-        self._has_one_thread = torch.get_num_threads() == 1
+        threads = torch.get_num_threads()
+        self._has_one_thread = threads == 1
         compares = compares_threads and not self._has_one_thread
         self._most = 2 if compares else 1
-        """Answers that the process gives."""
+        """Answers to expect from the process."""
         count = _count_samples(loader)
         if sys.platform == "linux" and count and may_try(loader) and (_has_known_indices(loader) or compares):
-            context = multiprocessing.get_context("fork")
-            self._answer, theirs = context.Pipe(duplex=False)
-            self._process = context.Process(
-                target=_read, args=(loader, count, compares, theirs, os.getpid()), daemon=True
-            )
             self._began = time.monotonic()
-            self._process.start()
-            theirs.close()
+            self._fork = Fork(_read, loader, count, threads if compares else 1)
 
     def find_change(self, *, is_urgent: bool = False) -> tuple[bool | None, str]:
         """Return whether reading a sample changes it, None if that is not known, and the reason. Waits at most until
@@ -93,7 +69,7 @@ class ReadTwice:
     @property
     def is_pending(self) -> bool:
         """Whether the process still runs and has not said whether reading a sample changes it."""
-        return self._process is not None and not self._answers
+        return self._fork is not None and not self._answers
 
     def find_rounding(self) -> bool | None:
         """Return whether torch rounds samples differently with one thread than with as many as here; None if that is
@@ -106,15 +82,15 @@ class ReadTwice:
     @property
     def is_over(self) -> bool:
         """Whether no more answers will come."""
-        return self._process is None
+        return self._fork is None
 
     def _receive(self, count: int, wait_s: float) -> None:
         """Receive answers, until there are this many."""
-        while self._process is not None and len(self._answers) < count:
+        while self._fork is not None and len(self._answers) < count:
             try:
-                if not self._answer.poll(max(0.0, self._began + wait_s - time.monotonic())):
+                if not self._fork.answers.poll(max(0.0, self._began + wait_s - time.monotonic())):
                     return
-                self._answers.append(self._answer.recv())
+                self._answers.append(self._fork.answers.recv())
             except (EOFError, OSError):
                 self.end()
         if len(self._answers) == self._most:
@@ -122,26 +98,13 @@ class ReadTwice:
 
     def end(self) -> None:
         """End the process, if it still runs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._answer.close()
-            self._process = None
-
-
-def may_try(loader: DataLoader[Any]) -> bool:
-    """Whether workers would be forked, this process may fork, and samples write nothing outside of their process."""
-    context = loader.multiprocessing_context
-    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
-    if method != "fork" or multiprocessing.current_process().daemon:
-        return False
-    running, _ = list_running([*walk(loader.dataset), *walk(loader.collate_fn, "collate_fn")])
-    names = (sample_code.list_names(function.__code__) for _, _, function in running)
-    return not any(_WRITES.fullmatch(name) for each in names for name in each)
+        if self._fork is not None:
+            self._fork.end()
+            self._fork = None
 
 
 def choose_indices(loader: DataLoader[Any]) -> list[int]:
-    """Return a few samples of a dataset; none if its keys are unknown."""
+    """Return the indices of a few samples; none if the dataset's keys are unknown."""
     count = _count_samples(loader) if _has_known_indices(loader) else 0
     return _choose_indices(count, 5) if count > 0 else []
 
@@ -160,31 +123,25 @@ def _count_samples(loader: DataLoader[Any]) -> int:
 
 
 def _choose_indices(count: int, parts: int) -> list[int]:
-    """Return the samples to read."""
+    """Spread `parts` indices over `count` samples."""
     return sorted({part * (count - 1) // (parts - 1) for part in range(parts)})
 
 
 # -- in the forked process ---------------------------------------------------------------------------------------------
 
 
-def _read(loader: DataLoader[Any], count: int, compares: bool, answer: Any, parent: int) -> None:
-    """Read samples as a worker would, answer, and end without any cleanup."""
-    gc.disable()  # what is garbage here is the parent's, CUDA events among it
-    with contextlib.suppress(BaseException):
-        stand_alone(parent)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        become_worker(loader)
-        indices = _choose_indices(count, 5) if _has_known_indices(loader) else []
-        verdict = _compare(loader, indices, _read_in_another(loader, indices)) if indices else (None, "")
-        answer.send(verdict)
-        if compares and not verdict[0]:  # else no other process or thread makes samples
-            make = functools.partial(_make_checksum, loader)
-            answer.send(find_difference(make, _choose_indices(count, _MOST_COMPARED), threads))
-    os._exit(0)
+def _read(answers: Any, loader: DataLoader[Any], count: int, threads: int) -> None:
+    """Read samples as a worker would, with one thread, and answer; also compare with several `threads`."""
+    _become_worker(loader)
+    indices = choose_indices(loader)
+    verdict = _compare(loader, indices, _read_in_another(loader, indices[0])) if indices else (None, "")
+    answers.send(verdict)
+    if threads > 1 and not verdict[0]:  # else no other process or thread makes samples
+        make = functools.partial(_make_checksum, loader)
+        answers.send(find_difference(make, _choose_indices(count, _MOST_COMPARED), threads))
 
 
-def become_worker(loader: DataLoader[Any]) -> None:
+def _become_worker(loader: DataLoader[Any]) -> None:
     """Make this process look like the loader's first worker."""
     info = WorkerInfo(id=0, num_workers=loader.num_workers or 1, seed=0, dataset=loader.dataset)
     _WORKER._worker_info = info  # type: ignore[attr-defined]
@@ -192,68 +149,28 @@ def become_worker(loader: DataLoader[Any]) -> None:
         loader.worker_init_fn(0)
 
 
-def stand_alone(parent: int) -> None:
-    """End with the parent or after `MOST_S`, print nothing, and share no memory that this process might write."""
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.alarm(MOST_S)
-    if os.getppid() != parent:
-        os._exit(1)
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(quiet, stream)
-    libc.mmap.restype, libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
-    )
-    for start, size in _list_shared():
-        content = ctypes.string_at(start, size)
-        libc.mmap(start, size, 3, _PRIVATE_ANONYMOUS_FIXED, -1, 0)
-        ctypes.memmove(start, content, size)
-
-
-def _list_shared() -> list[tuple[int, int]]:
-    """Return start and size of the memory that other processes see when it is written, devices' left out.
+def _read_in_another(loader: DataLoader[Any], index: int) -> int:
+    """Return a sample's checksum from another process that starts in the same state as this one. If it differs, the
+    sample depends on something like a clock.
 
     Raises:
-        MemoryError: it is too much to copy.
+        ValueError: that process could not make the sample.
     """
-    found = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        span, flags, *rest = line.split(maxsplit=5)
-        name = rest[3] if len(rest) == 4 else ""
-        is_device = name.startswith("/dev/") and not name.startswith(("/dev/shm/", "/dev/zero"))
-        if flags.startswith("rw") and "s" in flags and not is_device:
-            start, end = (int(part, 16) for part in span.split("-"))
-            found.append((start, end - start))
-    if sum(size for _, size in found) > _MOST_SHARED_BYTES:
-        raise MemoryError
-    return found
-
-
-def _read_in_another(loader: DataLoader[Any], indices: Sequence[int]) -> list[int]:
-    """Return the checksums of these samples as another process reads them, which starts as this one does: what differs
-    there is a clock, say, or a number of the system's."""
     theirs, ours = os.pipe()
     parent = os.getpid()
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-            signal.alarm(MOST_S)
-            if os.getppid() == parent:
-                os.write(ours, pickle.dumps([_digest(fetch(loader, index)[0]) for index in indices[:1]]))
+            end_in_time(parent)
+            os.write(ours, str(_digest(_fetch(loader, index)[0])).encode())
         os._exit(0)
     os.close(ours)
-    with os.fdopen(theirs, "rb") as answer:
-        content = answer.read()
+    with os.fdopen(theirs) as answer:
+        checksum = answer.read()
     os.waitpid(child, 0)
-    found: list[int] = pickle.loads(content)
-    return found
+    return int(checksum)
 
 
-def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequence[int]) -> tuple[bool | None, str]:
+def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: int) -> tuple[bool | None, str]:
     began = time.monotonic()
     for number, index in enumerate(indices):
         if number and time.monotonic() - began > ENOUGH_S:
@@ -263,7 +180,7 @@ def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequenc
         except Exception as error:
             let_through(error)
             return None, ""
-        if number < len(elsewhere) and first != elsewhere[number]:
+        if not number and first != elsewhere:
             return None, ""
         if drew and not draws:
             return True, f"sample {index} {FROZEN}"
@@ -274,7 +191,7 @@ def _compare(loader: DataLoader[Any], indices: Sequence[int], elsewhere: Sequenc
 
 def _make_checksum(loader: DataLoader[Any], index: int) -> int:
     """Return a checksum of a sample and, if it can be collated alone, of the batch."""
-    value, _ = fetch(loader, index)
+    value, _ = _fetch(loader, index)
     total = _digest(value)
     has_several = isinstance(value, list) and callable(getattr(loader.dataset, "__getitems__", None))
     with contextlib.suppress(Exception):
@@ -284,13 +201,13 @@ def _make_checksum(loader: DataLoader[Any], index: int) -> int:
 
 def _fetch_twice(loader: DataLoader[Any], index: int) -> Iterator[tuple[Any, bool]]:
     for _ in range(2):
-        value, drew = fetch(loader, index)
+        value, drew = _fetch(loader, index)
         yield value, drew
         with contextlib.suppress(Exception):  # it may change what the dataset stores; a lone sample may be odd to it
             loader.collate_fn([value])
 
 
-def fetch(loader: DataLoader[Any], index: int) -> tuple[Any, bool]:
+def _fetch(loader: DataLoader[Any], index: int) -> tuple[Any, bool]:
     """Return a sample, and whether making it drew from a global stream of random numbers."""
     torch.manual_seed(0)
     random.seed(0)

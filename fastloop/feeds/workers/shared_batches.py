@@ -1,16 +1,12 @@
-"""What batches share with the dataset, found out by making one batch twice in a forked process and keeping both.
+"""Finds out what batches share with their dataset, by making one batch twice in a forked process.
 
-What is in both of them outlives a batch, wherever it is held: by the dataset, a global cache or a file's map.
+An object that is in both batches outlives them: the dataset holds it, or a global cache, or a mapped file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import gc
 import inspect
-import multiprocessing
-import os
 import sys
 import weakref
 from collections import deque
@@ -26,7 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastloop.evidence.batches.given_batches import UNKNOWN, Shared
 from fastloop.evidence.samples.dataset import list_members
-from fastloop.feeds.workers.read_twice import choose_indices, may_try, stand_alone
+from fastloop.feeds.workers.forked import Fork, may_try
+from fastloop.feeds.workers.read_twice import choose_indices
 
 MOST_S = 5.0
 """The training waits no longer than this for the answer."""
@@ -43,32 +40,21 @@ def find_shared(loader: DataLoader[Any]) -> Shared:
     """Return what the loader's batches share with what stays, as a forked process finds out; `UNKNOWN` if it cannot."""
     if sys.platform != "linux" or not may_try(loader):
         return UNKNOWN
-    context = multiprocessing.get_context("fork")
-    answer, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(loader, theirs, os.getpid()), daemon=True)
-    process.start()
-    theirs.close()
+    fork = Fork(_compare_two, loader)
     try:
-        return Shared(*answer.recv()) if answer.poll(MOST_S) else UNKNOWN
+        return Shared(*fork.answers.recv()) if fork.answers.poll(MOST_S) else UNKNOWN
     except (EOFError, OSError):
         return UNKNOWN
     finally:
-        process.kill()
-        process.join()
-        answer.close()
+        fork.end()
 
 
 # -- in the forked process ---------------------------------------------------------------------------------------------
 
 
-def _tell(loader: DataLoader[Any], answer: Any, parent: int) -> None:
-    gc.disable()  # what is garbage here is the parent's, CUDA events among it
-    with contextlib.suppress(BaseException):
-        stand_alone(parent)
-        torch.set_num_threads(1)
-        indices = None if isinstance(loader.dataset, IterableDataset) else _draw_indices(loader)
-        answer.send(tuple(_compare(*(_make_batch(loader, indices) for _ in range(2)))))
-    os._exit(0)
+def _compare_two(answers: Any, loader: DataLoader[Any]) -> None:
+    indices = None if isinstance(loader.dataset, IterableDataset) else _draw_indices(loader)
+    answers.send(tuple(_compare(*(_make_batch(loader, indices) for _ in range(2)))))
 
 
 def _draw_indices(loader: DataLoader[Any]) -> list[Any]:
@@ -99,7 +85,7 @@ def _compare(first: Any, second: Any) -> Shared:
 
 
 def _list_parts(batch: Any) -> Iterator[tuple[Any, str, int]]:
-    """What can be changed in a batch: its identity or memory, its kind, and how many containers are around it.
+    """Yield what can be changed in a batch: its identity or memory, its kind, and how many containers are around it.
 
     Raises:
         ValueError: there are too many parts.

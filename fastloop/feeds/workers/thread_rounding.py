@@ -1,7 +1,8 @@
-"""Whether torch rounds samples differently with one thread, as in workers and loading threads, than with several.
+"""Finds out whether torch rounds samples differently with one thread, as in workers and loading threads, than with
+several.
 
-torch splits a sum over many numbers among its threads, and adds up their parts in the end. Work on single numbers, such
-as a normalization by constants, does not depend on the number of threads.
+torch splits a sum over many numbers among its threads, then adds up their parts. Work on single numbers, such as a
+normalization by constants, does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ def find_difference(make: Callable[[int], int], indices: Iterable[int], threads:
         except Exception as error:
             let_through(error)
 
-    # In a thread of its own: the threads that a process's first thread had started are lost in a fork, and it would
-    # wait for them.
+    # In another thread: the main thread would wait for torch's threads, which a fork does not copy.
     thread = threading.Thread(target=compare, daemon=True)
     thread.start()
     thread.join()
@@ -102,7 +102,7 @@ def _has_many_numbers(value: Any) -> bool:
 
 
 def list_adding(dataset: Any, collate: Any) -> tuple[str, ...]:
-    """The user's functions for samples that name a way to add up numbers, torch's or another library's."""
+    """List the user's functions for samples that name a function that adds up numbers, torch's or another library's."""
     running, _ = list_running([*walk(dataset), *walk(collate, "collate_fn")])
     codes = {function.__qualname__: function.__code__ for _, _, function in running}
     named = {

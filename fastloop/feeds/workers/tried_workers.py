@@ -26,10 +26,9 @@ from fastloop.evidence.samples.dataset import walk
 from fastloop.evidence.samples.state_mark import StateMark
 from fastloop.evidence.worker_limits import fit_in_shm
 from fastloop.feeds.batch_tree import walk_storage
-from fastloop.feeds.lazy_loader import name_sampler
+from fastloop.feeds.lazy_loader import name_sampler, parts_in_place
 from fastloop.feeds.workers.ending import end_workers, kill_started, kill_workers
-from fastloop.feeds.workers.in_worker import Order, Send, SendsExits, Unsent
-from fastloop.feeds.workers.launch_room import LeavesRoom
+from fastloop.feeds.workers.in_worker import LeavesRoom, Order, Send, SendsExits, Unsent
 from fastloop.feeds.workers.pace import WorkerCosts
 from fastloop.feeds.workers.pending_indices import PendingIndices
 from fastloop.feeds.workers.read_twice import ReadTwice
@@ -99,26 +98,26 @@ class TriedWorkers:
         twice: ReadTwice | None = None,
         drew: Any = None,
     ) -> None:
-        self._twice = twice
-        self._free_cpus, self._leave_out, self._is_weighed = free_cpus, leave_out, False
-        self._is_training, self._replaces = is_training, replaces
+        self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
+        self._free_cpus, self._is_training, self._replaces = free_cpus, is_training, replaces
+        self._leave_out, self._report_outdated, self._twice = leave_out, report_outdated, twice
         self._mark: StateMark | None = None
         """What the workers' copies hold."""
-        self._report_outdated, self._handed_out, self.has_handed_out = report_outdated, 0, False
+        self.has_handed_out = False
+        self._handed_out = 0
         """Batches that were handed out since the workers made their copies."""
-        self._costs = WorkerCosts()
+        self._costs, self._is_weighed = WorkerCosts(), False
         self.drew = multiprocessing.RawValue("b", 0) if drew is None else drew
         self.loss_ms: tuple[float, float] | None = None
         """Time to take a ready batch from a worker, and to make one; None unless taking it is slower."""
-        self._room_bytes, self._step_down, self._warn, self._turn_off = room_bytes, step_down, warn, turn_off
         self._drawn = PendingIndices()
         self._epoch = self._loading = 0
-        """The number of the last epoch, and that of the one that is loading; 0 for none."""
+        """Numbers of the last epoch and of the one that is loading; 0 for none."""
         self._whereabouts = Whereabouts()
         self._idle: tuple[Any, float] = (None, 0.0)
-        """What the workers have used and read, and since when that is the same."""
+        """What the workers had used and read by the last check, and since when that has not changed."""
         self._may_be_stuck = False
-        """False too where the dataset has a lock shared between processes: one that is killed would hold it forever."""
+        """False if the dataset has a lock that processes share: a worker that is killed could hold it forever."""
         self._batch_bytes: int | None = None
 
     def batches(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -175,14 +174,15 @@ class TriedWorkers:
                 else:
                     return
                 source = self._begin(loader, begin)
+            except Stuck as why:
+                kill_workers(source, LOOK_S)
+                end_workers(source)
+                failed = str(why)
             except Exception as error:
-                if isinstance(error, Stuck):
-                    kill_workers(source, LOOK_S)
                 end_workers(source)  # now: the exception holds all frames, and with them the workers
-                is_theirs = isinstance(error, Stuck) or _was_sent(error)
-                if not (is_theirs and self._drawn.pending) or self._drawn.has_raised(error):
+                if not (_was_sent(error) and self._drawn.pending) or self._drawn.has_raised(error):
                     raise
-                failed = str(error) if isinstance(error, Stuck) else quote(error, briefly=True)
+                failed = quote(error, briefly=True)
             if failed is not None:
                 yield from self._go_on_here(loader, begin, failed)
                 return
@@ -235,14 +235,10 @@ class TriedWorkers:
             "collate_fn": Send(loader.collate_fn, self._costs.made_ms, self.drew),
             "worker_init_fn": SendsExits(self._whereabouts.make_init(init)),
         }
-        own = {part: getattr(loader, part) for part in parts}
         self._handed_out = self._handed_out if loader._iterator is not None else 0
         _set_timeout(loader._iterator, 0)  # persistent workers may first have to finish the last epoch's batches
-        loader.__dict__.update(parts)
-        try:
+        with parts_in_place(loader, parts):
             iterator = begin()
-        finally:
-            loader.__dict__.update(own)
         if loader.num_workers:
             _set_timeout(iterator, LOOK_S)
         return iterator
@@ -284,7 +280,8 @@ class TriedWorkers:
                 self._warn(f"no batch for {waited_s:.0f} s: {self._find_place(source)}")
 
     def _count_idle_s(self, source: Any) -> float:
-        """For how long no worker, with all it has started, has used a CPU, read or written, as far as looks show."""
+        """Return for how long neither a worker nor a process that it started has used a CPU, read or written. Only
+        repeated calls can tell."""
         now, used = time.monotonic(), list[Any]()
         try:
             for worker in source._workers:
@@ -327,8 +324,7 @@ class TriedWorkers:
 
     def _find_stale(self) -> _Fewer | None:
         """Return settings without workers if something has changed what they hold copies of."""
-        changed = None if self._mark is None else self._mark.find_change()
-        if self._mark is None or changed is None:
+        if self._mark is None or (changed := self._mark.find_change()) is None:
             return None
         if self._mark.is_late and self._handed_out:
             self._report_outdated(self._handed_out)

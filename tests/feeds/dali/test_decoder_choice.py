@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from fastloop.errors import NotApplicable
 from fastloop.feeds.dali.decoder_choice import BLOCK, BLOCKS, SETTLING, DecoderChoice, check_room
+from fastloop.feeds.images.reading import ImageSource
 
 ROUND = SETTLING + BLOCK * BLOCKS
 
@@ -126,7 +125,7 @@ def test_room(
     for number, size in enumerate((10, side)):
         Image.new("L", (size, size)).save(tmp_path / f"{number}.png")
     (tmp_path / "2.png").write_bytes(b"")
-    source: Any = SimpleNamespace(count=3, locate=lambda index: (tmp_path / f"{index}.png", 0))
+    source = ImageSource(lambda index: (str(tmp_path / f"{index}.png"), 0), 3, ())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free * 2**30, 80 * 2**30))
     device = torch.device("cuda", 0)
     if why is None:

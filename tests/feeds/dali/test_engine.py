@@ -28,7 +28,7 @@ from fastloop.feeds.dali import engine as engines
 from fastloop.feeds.dali.engine import DaliLoader
 from fastloop.feeds.dali.graph import DaliResources
 from fastloop.feeds.images.reading import read_source
-from fastloop.feeds.lazy_loader import clone
+from fastloop.feeds.lazy_loader import StandInDataset, clone
 from fastloop.feeds.window_batches import WindowDataset, WindowSampler, collate_window
 from fastloop.feeds.workers import tried_workers
 from tests.bridge.launch import python
@@ -113,10 +113,16 @@ def test_each_epoch_asks_the_sampler_that_the_loader_has_then(folder: Path) -> N
 
 def test_stand_ins_for_the_dataset_are_looked_through(folder: Path) -> None:
     """What another rung puts before the files' reading has no say where DALI reads them."""
+
+    class Wrapped(StandInDataset):
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError
+
     dataset = Numbered(read_folder(folder, *STILL))
-    stand_in = type("Wrapped", (), {"__module__": "fastloop.feeds.other", "__len__": lambda self: 20})()
-    stand_in.inner = dataset
-    loader = clone(DataLoader(dataset, batch_size=5), {"dataset": stand_in})
+    loader = clone(DataLoader(dataset, batch_size=5), {"dataset": Wrapped(dataset)})
     ours = DaliLoader(loader, read_source(dataset).facts.steps, MACHINE, batch_size=5, turn_off=OFF)
     assert labels_of(ours.load(0)) == [list(range(at, at + 5)) for at in (0, 5, 10, 15)]
 

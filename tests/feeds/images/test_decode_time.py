@@ -31,7 +31,7 @@ def test_it_is_the_median_of_the_files(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Image, "open", open_slowly)
     found = measure_decode_ms(datasets.ImageFolder(tmp_path))
     assert found is not None and 10 <= found < 100, "the first one, which pays for imports, does not count"
-    assert opened[:3] == ["00", "03", "06"], "from all over the dataset"
+    assert opened[:3] == ["00", "03", "07"], "from all over the dataset"
 
 
 def test_it_is_unknown_without_files(tmp_path: Path) -> None:

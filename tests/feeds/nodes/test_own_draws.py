@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from fastloop.evidence.samples import thread_safety
-from fastloop.feeds.nodes.own_draws import OwnDraws, draw_own
+from fastloop.feeds.nodes.own_draws import OwnDraws
 
 pytestmark = pytest.mark.timeout(200)
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -31,6 +32,11 @@ NEVER_DIFFERS = {"RandomAutocontrast", "RandomEqualize"}
 """On pictures that have all values."""
 
 
+def draw(seed: int, make: Callable[[], Any]) -> Any:
+    with OwnDraws(seed):
+        return make()
+
+
 def read(made: Any) -> bytes:
     return made.numpy().tobytes() if isinstance(made, torch.Tensor) else made.tobytes()  # type: ignore[no-any-return]
 
@@ -47,10 +53,10 @@ def test_a_known_transform_draws_from_the_given_generator_alone(name: str, versi
     settings = ([transforms.RandomHorizontalFlip(1.0)],) if name == "RandomApply" else SETTINGS.get(name, ())
     transform = getattr(transforms, name)(*settings)
     own, pythons = torch.get_rng_state(), random.getstate()
-    first = [read(draw_own(seed, lambda: transform(picture))) for seed in range(12)]
+    first = [read(draw(seed, lambda: transform(picture))) for seed in range(12)]
     torch.manual_seed(77)
     moved = torch.get_rng_state()
-    again = [read(draw_own(seed, lambda: transform(picture))) for seed in range(12)]
+    again = [read(draw(seed, lambda: transform(picture))) for seed in range(12)]
     assert again == first and torch.equal(torch.get_rng_state(), moved) and random.getstate() == pythons
     assert len(set(first)) > 1 or name in NEVER_DIFFERS
     torch.set_rng_state(own)
@@ -68,12 +74,10 @@ def test_outside_of_it_and_in_other_threads_all_is_as_it_was() -> None:
         other.join()
     assert torch.equal(drawn[0], expected), "the other thread has the stream that all share"
     assert torch.equal(inside, torch.rand(4, generator=torch.Generator().manual_seed(5)))
-    torch.manual_seed(3)
-    assert torch.equal(draw_own(None, lambda: torch.rand(4)), expected)
 
 
 def test_a_generator_that_is_named_is_used() -> None:
-    def draw() -> torch.Tensor:
+    def make() -> torch.Tensor:
         return torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(9))
 
-    assert torch.equal(draw_own(1, draw), draw())
+    assert torch.equal(draw(1, make), make())

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from fastloop.feeds.workers import read_twice
+from fastloop.feeds.workers import forked, read_twice
 from fastloop.feeds.workers.fresh_workers import PENDING
 from fastloop.feeds.workers.read_twice import ReadTwice
 from tests.runs import Net, Run, batches, both, distance
@@ -181,7 +181,7 @@ class Visits(Pictures):
 def test_shared_memory_is_not_written(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Visits(how, tmp_path / "visits")
     assert check(data) == (True, ANOTHER) and (data.visits == 0).all()
-    monkeypatch.setattr(read_twice, "_list_shared", list)
+    monkeypatch.setattr(forked, "_list_shared", list)
     check(data)
     assert (data.visits != 0).any(), "the control"
 
