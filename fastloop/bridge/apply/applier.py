@@ -96,7 +96,15 @@ class Applier:
         except Exception as error:
             self.skip_all(f"this training could not be inspected: {describe(error)}")
             return
-        self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
+        self._site = LiveSite(
+            trainer,
+            strategy,
+            facts,
+            warn=self.warn,
+            say=self.say,
+            one_time=self.one_time,
+            scaler_state=self.scaler_state,
+        )
         self._site.graph_steps = self._graph_steps
         self._fallback = PrecisionFallback(
             trainer, self._live, is_on=self._changes.holds, give_up=self._give_up_precision
@@ -108,7 +116,7 @@ class Applier:
         self._live.begin(
             planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)
         )
-        self.validation = Validation(self._site, self._live, self._changes, say=self.say, warn=self.warn)
+        self.validation = Validation(self._site, self._live, self._changes)
         self._live.check_strict()
         self._run("model")
 
@@ -149,9 +157,6 @@ class Applier:
                     undo=self._undo_setting,
                     give_up=self._give_up,
                     weaken=self._live.weaken,
-                    warn=self.warn,
-                    say=self.say,
-                    one_time=self.one_time,
                     by_ladder=self.terms.by_ladder if self.terms else (),
                 )
             return self._change_loader(self.loaders, loader, site)
@@ -181,8 +186,6 @@ class Applier:
                 Rehearsal(self._site, self._live.held_steps, self.terms.of_run(self._site.trainer), self._handle),
                 pause=self._undo_but_keep_evidence,
                 record_outcomes=self._record_outcomes,
-                one_time=self.one_time,
-                warn=self.warn,
                 recorder=self.graphs,
                 may_grow=lambda: self.micro is not None and self.micro.choice.may_grow,
             )
@@ -312,7 +315,7 @@ class Applier:
         with leaves_on_sigterm(site.trainer):
             changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew)
         if self.micro is None and changed.wants.get("step.micro_batch"):
-            choice = make_choice(site, changed, self._live, self._handle, warn=self.warn, one_time=self.one_time)
+            choice = make_choice(site, changed, self._live, self._handle)
             self.micro = MicroBatches(choice)
             self._changes.add(choice.rung, Applied(undo=lambda: None, probe=choice.evidence))
         result = loaders.change(loader, changed, facts)
@@ -326,7 +329,6 @@ class Applier:
             apply=self._apply_step,
             unapply=lambda step: self._changes.undo(step.rung),
             settings=partial(getattr, self.ladder),
-            say=self.say,
         )
 
     def _give_up(self, key: str, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
@@ -360,7 +362,6 @@ class Applier:
             asked=asked,
             terms=self.terms,
             is_ready=lambda: self.rung_trials is None or self.rung_trials.eager_trials_are_over,
-            one_time=self.one_time,
         )
 
         def undo() -> None:

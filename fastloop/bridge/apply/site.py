@@ -12,18 +12,35 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.loop.thin_loop import thin
 from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Applied, Undo
 
 
 class LiveSite:
-    """The live objects that an action receives; see `fastloop.records.plan.Site`."""
+    """The live objects that an action receives; see `fastloop.records.plan.Site`.
+
+    Args:
+        warn: receives a line that the user must not miss.
+        say: receives a line about progress.
+        one_time: collects one-time costs, which belong to no step.
+        scaler_state: the loss scaler's state in the checkpoint that the run resumes.
+    """
 
     def __init__(
-        self, trainer: Any, strategy: Any, facts: Facts, scaler_state: Mapping[str, Any] | None = None
+        self,
+        trainer: Any,
+        strategy: Any,
+        facts: Facts,
+        *,
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
+        one_time: OneTime,
+        scaler_state: Mapping[str, Any] | None = None,
     ) -> None:
         self.trainer, self.strategy, self.facts, self.scaler_state = trainer, strategy, facts, scaler_state
+        self.warn, self.say, self.one_time = warn, say, one_time
         self.staging = Staging(trainer, strategy)
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []

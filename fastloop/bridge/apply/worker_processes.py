@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
 from fastloop.feeds.images.byte_batches import find_user_dataset
@@ -67,25 +68,21 @@ class WorkerProcesses:
             if it could apply but is not worth it.
         weaken: receives the key of a planned setting that turned out not to be exact, the reason, and the class if it
             is not `approximate`.
-        warn: receives a line that the user must not miss.
-        say: receives a line about progress.
         is_training: whether Lightning's loop, not a callback, is requesting batches now.
         by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
     def __init__(
         self,
-        trainer: Any,
+        site: LiveSite,
         *,
         give_up: Callable[..., None],
         weaken: Callable[..., None],
-        warn: Callable[[str], None],
-        say: Callable[[str], None],
         is_training: Callable[[], bool],
         by_ladder: Collection[str],
     ) -> None:
-        self.trainer, self._give_up, self._weaken, self._by_ladder = trainer, give_up, weaken, by_ladder
-        self._warn, self._say, self._is_training = warn, say, is_training
+        self.trainer, self._give_up, self._weaken, self._by_ladder = site.trainer, give_up, weaken, by_ladder
+        self._site, self._is_training = site, is_training
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings after the number of workers had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
@@ -115,7 +112,7 @@ class WorkerProcesses:
             self._more = MoreWorkers(
                 most,
                 count_left=self._count_left,
-                tell=self._say,
+                tell=self._site.say,
                 epochs=epochs,
                 room_bytes=_find_room(facts, plan),
                 is_training=self._is_training,
@@ -123,7 +120,7 @@ class WorkerProcesses:
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
             self._fresh = FreshWorkers(
-                tell=self._say,
+                tell=self._site.say,
                 epochs=epochs,
                 twice=twice if loader.num_workers else None,
                 is_training=self._is_training,
@@ -176,7 +173,7 @@ class WorkerProcesses:
             is_training=self._is_training,
             replaces=replaces,
             step_down=partial(self._step_down, kind),
-            warn=self._warn,
+            warn=self._site.warn,
             turn_off=f"rungs.{owner}.enabled: false",
             free_cpus=plan.wants.get("launch.free_cpus", 0),
             leave_out=partial(self._leave_out, kind) if owner in self._by_ladder else None,
@@ -211,7 +208,7 @@ class WorkerProcesses:
         if outdated:
             self._report_outdated(outdated, key)
         self._give_up(key, why, has_acted=True)
-        self._warn(f"no batches are loaded ahead from now on: {why}")
+        self._site.warn(f"no batches are loaded ahead from now on: {why}")
 
     def _step_down(self, kind: str, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""
@@ -224,7 +221,7 @@ class WorkerProcesses:
             has_acted = self._tried is not None and self._tried.has_handed_out
             self._give_up("loader.num_workers", why, has_acted=has_acted)
             why = f"no workers are used from now on: {why}"
-        self._warn(why)
+        self._site.warn(why)
 
     def _count_left(self) -> Left:
         """Batches that the Trainer will still take. Merged batches, of which there are fewer, are not distinguished."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastloop.bridge.apply.site import LiveSite, attribute
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.lower_precision import read_product_dtype
 from fastloop.records.facts import Facts
 
@@ -22,7 +23,8 @@ class Steps(torch.nn.Module):
 
 def site_of(module: Any) -> LiveSite:
     strategy = SimpleNamespace(lightning_module=module, root_device=torch.device("cpu"), optimizers=[])
-    return LiveSite(SimpleNamespace(state=SimpleNamespace(stage="train")), strategy, Facts())
+    trainer = SimpleNamespace(state=SimpleNamespace(stage="train"))
+    return LiveSite(trainer, strategy, Facts(), warn=pytest.fail, say=pytest.fail, one_time=OneTime())
 
 
 def test_notes_are_taken_inside_the_first_training_step_only() -> None:

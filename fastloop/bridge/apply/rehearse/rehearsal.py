@@ -49,7 +49,6 @@ class ApplierHandle:
     unapply: Callable[[Step], None]
     settings: Callable[[str], Any]
     """Returns a rung's settings by its name."""
-    say: Callable[[str], None]
 
 
 class Rehearsal:
@@ -171,7 +170,7 @@ class Rehearsal:
         """Play the unchanged modules and take their time. Returns why it failed, or None."""
         try:
             with (
-                announced("replaying the calls of the first step", self.handle.say),
+                announced("replaying the calls of the first step", self.site.say),
                 limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"),
             ):
                 if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:
@@ -223,7 +222,7 @@ class Rehearsal:
         limit_s, do = self._budget.limit_s(step), f"write rungs.{step.rung}.enabled: false"
         try:
             with (
-                announced(f"trying {step.rung} on the calls of the first step", self.handle.say),
+                announced(f"trying {step.rung} on the calls of the first step", self.site.say),
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
             ):
                 if step.change.rehearse == "optimizers":

@@ -84,7 +84,7 @@ class ReplayTimingCheck:
                 self._handle.apply(step)
             except Exception as error:
                 self._handle.unapply(step)
-                self._handle.say(f"{step.rung} stays off: {describe(error)}")
+                self._site.say(f"{step.rung} stays off: {describe(error)}")
                 continue
             self.outcomes.append(outcome)
             yield from self._record()
@@ -110,7 +110,7 @@ class ReplayTimingCheck:
         if outcome.rehearsed is not None:
             seen = replace(seen, deviation=outcome.rehearsed.deviation)
         times = f"{format_short(with_ms, 'ms')} with it, {format_short(without_ms, 'ms')} without it"
-        self._handle.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
+        self._site.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
         return replace(outcome, fault=None, is_slower=False, rehearsed=seen, pays_back_after_steps=pays_back)
 
     def _record(self) -> Batches:
