@@ -15,8 +15,8 @@ from torch.utils.data.sampler import BatchSampler
 
 from fastloop.bridge.apply.micro.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.apply.worker_processes import MOST_WORKERS, NEXT_EPOCH, WorkerProcesses
+from fastloop.bridge.attributes import set_attribute
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.lazy_loader import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.loop.thin_loop import thin
-from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.bridge.apply.staging import Staging
+from fastloop.bridge.attributes import attribute
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
@@ -151,16 +151,6 @@ def _walk_schedulers(schedulers: Sequence[Any]) -> Iterator[Any]:
     for each in schedulers:
         yield each
         yield from _walk_schedulers(getattr(each, "_schedulers", ()))
-
-
-@contextlib.contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute inside ``with``, then restore the instance."""
-    undo = set_attribute(owner, name, value)
-    try:
-        yield
-    finally:
-        undo()
 
 
 def _clip_unscaled(plugin: Any, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:

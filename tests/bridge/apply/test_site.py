@@ -1,4 +1,4 @@
-"""What an action may ask for: notes inside a training_step, conversions of a batch, attributes set for a moment."""
+"""What an action may ask for: notes inside a training_step and conversions of a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.apply.site import LiveSite, attribute
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.lower_precision import read_product_dtype
 from fastloop.records.facts import Facts
@@ -53,17 +53,3 @@ def test_conversions_are_made_in_order_once_a_batch_is_on_the_device_and_undone_
         assert site.staging.finish(1, lambda: 3, 0) == 4
     undo_add()
     assert site.staging.finish(1, lambda: 3, 0) == 3
-
-
-def test_an_attribute_is_put_back_whatever_happens() -> None:
-    class Owner:
-        name = "of the class"
-
-    owner = Owner()
-    for before in (None, "of the object"):
-        if before:
-            owner.name = before
-        with pytest.raises(ZeroDivisionError), attribute(owner, "name", "for a moment"):
-            assert owner.name == "for a moment"
-            raise ZeroDivisionError
-        assert owner.name == (before or "of the class") and ("name" in vars(owner)) == (before is not None)

@@ -17,7 +17,7 @@ import torch
 
 from fastloop.bridge.apply.micro.choice import PieceChoice
 from fastloop.bridge.apply.micro.piece_logs import PieceLogs
-from fastloop.bridge.apply.site import attribute
+from fastloop.bridge.attributes import attribute
 from fastloop.bridge.watch.phases import PIECE
 from fastloop.feeds.batch_tree import BatchWindow
 from fastloop.feeds.splitting import Piece, get_loss, join, sum_losses

@@ -20,8 +20,8 @@ from fastloop.bridge.apply.read_model import list_ignored_labels, read_module
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
-from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.untouched import keep_random_streams, preserve_parameters, preserve_state
+from fastloop.bridge.attributes import attribute
 from fastloop.errors import describe, is_out_of_memory
 from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout

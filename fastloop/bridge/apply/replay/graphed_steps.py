@@ -30,9 +30,9 @@ from fastloop.bridge.apply.replay.recorded_update import RecordedUpdates, is_fro
 from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_values, list_step_functions
 from fastloop.bridge.apply.replay.step_watch import LogCall, StepWatch, WatchedIndex
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import HOOKS, StateSnapshot, keep_random_streams, preserve_parameters
+from fastloop.bridge.attributes import set_attribute
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors, walk_tensors
 from fastloop.feeds.splitting import get_loss

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fastloop.bridge.apply.rehearse.optimizer_twins import OPTIMIZER_LIMIT
 from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
-from fastloop.bridge.apply.staging import StandsFor
+from fastloop.bridge.attributes import StandsFor
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import Gradients, StaticStep
