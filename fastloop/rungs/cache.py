@@ -153,13 +153,8 @@ class Cache:
         assert facts.loader is not None
         if not isinstance(facts.loader.rows, RowFacts) or explain_no_rows(facts, facts.loader) is not None:
             return Change()
-        return Change(
-            wants={
-                "evaluation.engine": plan_rows(facts, facts.loader, most_bytes, share=self._find_row_share()).wants[
-                    "loader.engine"
-                ]
-            }
-        )
+        planned = plan_rows(facts, facts.loader, most_bytes, share=self._find_row_share())
+        return Change(wants={"evaluation.engine": planned.wants["loader.engine"]})
 
     def without_engine(self) -> Cache | None:
         """Return what `auto` chooses if the device cannot keep the pictures; None if the store is not `auto`."""
@@ -235,17 +230,15 @@ class Cache:
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was requested")
-        kept = (
-            "" if found.get("kept_bytes") is None else f"; {format_bytes(found['kept_bytes'])} kept in {found['store']}"
-        )
+        size = found.get("kept_bytes")
+        kept = "" if size is None else f"; {format_bytes(size)} kept in {found['store']}"
         if changed := found.get("changed"):
             kept = f"; your dataset changed in training, so {say_count(changed, 'sample')} bypassed the store{kept}"
         if not hits:
             could = "could be stored, a warning says why" if found.get("not_kept") == misses else "was in the store yet"
             return Verdict(took=False, why=f"none of {misses:,} samples {could}{kept}")
-        return Verdict(
-            took=True, why=f"hit rate {hits / (hits + misses):.0%}: {hits:,} of {hits + misses:,} samples{kept}"
-        )
+        total = hits + misses
+        return Verdict(took=True, why=f"hit rate {hits / total:.0%}: {hits:,} of {total:,} samples{kept}")
 
 
 def _need(prefix: PrefixFacts) -> int | None:
