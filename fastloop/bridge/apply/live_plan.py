@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.bridge.apply.rehearse.ranks import gather_first
 from fastloop.errors import ConfigError, describe
 from fastloop.judge.rehearsal import RungOutcome
 from fastloop.ladder import Ladder, plan
@@ -140,13 +140,13 @@ class LivePlan:
     def check_optimizers(self, site: Any, undo: Callable[[str], None]) -> None:
         """Leave out rungs that cannot work with the optimizers of this fit, and `undo` what they have changed."""
         for step in self.plan.planned:
-            if step.change.check is not None:
-                every = gather(site.trainer, _explain_refusal(step.change.check, site))
-                if (why := next((each for each in every if each is not None), None)) is not None:
-                    undo(step.rung)
-                    self.held -= {step.rung}
-                    self.refused[step.rung] = why
-                    self.skip(step, why)
+            if step.change.check is None:
+                continue
+            if (why := gather_first(site.trainer, _explain_refusal(step.change.check, site))) is not None:
+                undo(step.rung)
+                self.held -= {step.rung}
+                self.refused[step.rung] = why
+                self.skip(step, why)
 
     def skip_held(self, reason: str) -> None:
         """Leave out all rungs that still wait for the rehearsal; not an error under ``strict``."""

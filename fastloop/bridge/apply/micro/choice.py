@@ -14,7 +14,7 @@ from fastloop.bridge.apply.micro.room import giving_back
 from fastloop.bridge.apply.micro.search import SizeSearch, fits_in_memory
 from fastloop.bridge.apply.micro.size import PieceSize
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
-from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.bridge.apply.rehearse.ranks import gather_first
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -198,14 +198,11 @@ class PieceChoice:
         """Run later windows batch by batch, since training_step skipped a merged one: it may have meant one batch.
         That window stays skipped: its step may have left traces, so it is not repeated."""
         window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
-        if (
-            window is None or len(window.sizes) == 1 or self.refused is not None or trainer.world_size > 1
-        ):  # see `_agree`
+        # Several ranks would have to agree, see `_agree`.
+        if window is None or len(window.sizes) == 1 or self.refused is not None or trainer.world_size > 1:
             return
-        skipped = (
-            f"training_step returned no loss for a merged window, so {len(window.sizes)} of your batches were skipped"
-        )
-        self.refused = f"from optimizer step {trainer.global_step + 1} on, {skipped}"
+        skipped = f"for a merged window, so {len(window.sizes)} of your batches were skipped"
+        self.refused = f"from optimizer step {trainer.global_step + 1} on, training_step returned no loss {skipped}"
         self._weaken("step.micro_batch", self.refused, "changes-training")
         self._warn_apart(self.refused)
 
@@ -253,7 +250,7 @@ class PieceChoice:
             try:
                 halved = cut(pieces[0].batch, -(-pieces[0].samples // 2))
             except CannotRegroup:
-                halved = []  # another rank may have found something: `gather` needs all
+                halved = []  # another rank may have found something: `gather_first` needs all
             if len(halved) != 1:  # pieces of up to three samples have no halves
                 batch, pieces = pieces[0].batch, halved
         if len(pieces) > 1:
@@ -261,7 +258,7 @@ class PieceChoice:
                 reason, mine = weigh_pieces(
                     strategy, batch, pieces, self._size.make_take_loss(strategy, rest), self._note_unequal
                 )
-        self.weighing = next((each for each in gather(trainer, mine) if each is not None), self.weighing)
+        self.weighing = gather_first(trainer, mine) or self.weighing
         return reason
 
     def _note_unequal(self, name: str) -> None:

@@ -19,11 +19,11 @@ from fastloop.bridge.apply.micro.kept_state import KeptState, Values
 from fastloop.bridge.apply.read_model import list_ignored_labels, read_module
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
+from fastloop.bridge.apply.rehearse.ranks import refuse_exchange
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
 from fastloop.bridge.apply.state.untouched import keep_random_streams, preserve_parameters, preserve_state
 from fastloop.bridge.attributes import attribute
 from fastloop.errors import describe, is_out_of_memory
-from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import (
     IN_DOUBT,
@@ -125,7 +125,7 @@ def weigh_pieces(
     """
     whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
     try:
-        with _within_rank(strategy):
+        with refuse_exchange(strategy.lightning_module.trainer):
             sample = partial(_sample, strategy, pieces, [whole], take_loss)
             seen = _sample_and_recheck(
                 strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0]
@@ -167,18 +167,12 @@ def _confirm(strategy: Any, whole: Piece, size: int, take_loss: TakeLoss, found:
     if max(piece.samples for piece in smaller) == size:
         return found
     try:
-        with _within_rank(strategy):
+        with refuse_exchange(strategy.lightning_module.trainer):
             seen = _sample(strategy, smaller, [whole], take_loss)
     except Exception as error:
         _describe_or_raise(strategy, error)
         return None
     return found if _find_fitting(strategy, seen, smaller, [found.counter]) is not None else None
-
-
-def _within_rank(strategy: Any) -> contextlib.AbstractContextManager[Any]:
-    """Refuse what all ranks must call: the others may not run this."""
-    alone = strategy.lightning_module.trainer.world_size == 1
-    return nullcontext() if alone else RefuseCollectives()  # type: ignore[no-untyped-call]
 
 
 def _find_fitting(
@@ -265,7 +259,7 @@ def _sample_and_recheck(
     ):
         return seen
     try:
-        with _within_rank(strategy):
+        with refuse_exchange(strategy.lightning_module.trainer):
             return sample(means=None, is_precise=True)  # the first time has shown where samples are
     except Exception as error:  # too much memory, or a kernel that takes no float32
         _describe_or_raise(strategy, error)
@@ -303,7 +297,7 @@ def _sample(
             return sample_gradient(loss * scale, parameters)
 
     def run_last() -> Values:
-        with preserve_state(module), _within_rank(strategy):
+        with preserve_state(module), refuse_exchange(strategy.lightning_module.trainer):
             streams()
             with nullcontext() if groups is None else groups.of(own[-1].groups):
                 run(own[-1], len(own) - 1)

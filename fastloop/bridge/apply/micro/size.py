@@ -68,12 +68,14 @@ class PieceSize:
         the compile was refused, or if samples are longer."""
         if self._search is None:
             return
+        own = (count_rows(batch) if window is None else window.sizes[0]) or 1
+        trial = self.make_trial(strategy, batch, window, rest, own)
         if self._found is None:
-            self._find(self._search, strategy, batch, window, rest)
+            self._find(self._search, strategy, batch, window, trial)
         elif self._windows.find_apart(batch) is None:
             self._use_uncompiled_size(self._search, window)
-            self._grow(self._search, strategy, batch, window, rest)
-            self._shrink_for_longer_samples(self._search, strategy, batch, window, rest)
+            self._grow(self._search, strategy, window, trial)
+            self._shrink_for_longer_samples(self._search, strategy, batch, trial)
 
     def make_trial(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any], own: int) -> SizeTrial:
         """Return what a search needs to run pieces of this batch.
@@ -89,9 +91,8 @@ class PieceSize:
         step = strategy.lightning_module.training_step
         return lambda batch, number: get_loss(step(batch, *self._windows.renumber(rest, number)))
 
-    def _find(self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]) -> None:
-        own, batches = (count_rows(batch), 1) if window is None else (window.sizes[0], len(window.sizes))
-        trial = self.make_trial(strategy, batch, window, rest, own or 1)
+    def _find(self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, trial: SizeTrial) -> None:
+        batches = 1 if window is None else len(window.sizes)
         try:
             if (apart := self._windows.find_apart(batch)) is not None:
                 raise CannotRegroup(apart[1])
@@ -125,24 +126,20 @@ class PieceSize:
         if window is not None and self.samples == window.sizes[0]:
             self.kept = f"keeping your micro-batch size: {why}"
 
-    def _grow(self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]) -> None:
+    def _grow(self, search: SizeSearch, strategy: Any, window: Merged | None, trial: SizeTrial) -> None:
         """Take the larger size that needs some rungs, if it fits now that these were tried."""
         is_full = window is None or len(window.sizes) == window.full
         if self._found is None or not self.may_grow or not is_full or set(search.waiting) & set(self._list_held()):
             return
-        own = (count_rows(batch) or 1) if window is None else window.sizes[0]
         with self._one_time.span("rehearsal"):
-            self._found = search.grow(strategy, self._found, self.make_trial(strategy, batch, window, rest, own))
-        self._use(self._found, own)
+            self._found = search.grow(strategy, self._found, trial)
+        self._use(self._found, trial.own)
 
-    def _shrink_for_longer_samples(
-        self, search: SizeSearch, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]
-    ) -> None:
+    def _shrink_for_longer_samples(self, search: SizeSearch, strategy: Any, batch: Any, trial: SizeTrial) -> None:
         """Choose a smaller micro-batch if this batch's samples are longer than the search's and need it."""
-        own = (count_rows(batch) or 1) if window is None else window.sizes[0]
-        if not search.meets_longer(batch, own):
+        if not search.meets_longer(batch, trial.own):
             return
         with self._one_time.span("rehearsal"):
-            found = search.fit_longer(strategy, batch, self.make_trial(strategy, batch, window, rest, own))
+            found = search.fit_longer(strategy, batch, trial)
         if found is not None and self._found is not None:
             self.samples, self._found = found.size, replace(self._found, why=f"{self._found.why}; {found.why}")

@@ -123,9 +123,8 @@ class CallRecorder:
                 grad, groups = torch.is_grad_enabled(), self.groups.count
                 self.calls.append(Call(name, *copies, grad, own, sources, trained, groups))
             except Exception as error:  # any error from copying a user's type
-                self.problem = (
-                    f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
-                )
+                what = f"an argument of {name or 'the module'}"
+                self.problem = f"{what} cannot be copied: {type(error).__name__}: {error}"
 
         return before
 

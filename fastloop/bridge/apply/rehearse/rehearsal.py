@@ -20,7 +20,7 @@ from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Terms
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
 from fastloop.bridge.apply.rehearse.optimizer_twins import try_optimizers
 from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
-from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.bridge.apply.rehearse.ranks import gather, gather_first, refuse_exchange
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, CallReplayer
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.surroundings import check_device, surrounded
@@ -28,7 +28,6 @@ from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_c
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import NotApplicable, describe, is_out_of_memory
 from fastloop.evidence.model import dynamo_graphs
-from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.rehearsal import Deviation, RungOutcome
 from fastloop.records.plan import Rehearsed, Step
@@ -174,8 +173,8 @@ class Rehearsal:
                 limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"),
             ):
                 if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:
-                    with RefuseCollectives():  # type: ignore[no-untyped-call]
-                        self._replayer.replay()  # ranks play different numbers of times
+                    with refuse_exchange(self.site.trainer):  # ranks play different numbers of times
+                        self._replayer.replay()
                 began = time.perf_counter()
                 self._unchanged[dropout] = base = self._replayer.replay(dropout=dropout)
                 self._budget.play_s = time.perf_counter() - began
@@ -214,8 +213,7 @@ class Rehearsal:
 
     def _refuse(self, step: Step) -> str | None:
         """Why a rung is not even tried, if any rank refuses it, or None."""
-        every = gather(self.site.trainer, self._budget.refuse(step, self._captured))
-        return next((each for each in every if each is not None), None)
+        return gather_first(self.site.trainer, self._budget.refuse(step, self._captured))
 
     def _try_here(self, step: Step, before: Sequence[RungOutcome]) -> RungOutcome:
         """Apply a rung and replay what it changes; undo it if that fails. No collectives."""

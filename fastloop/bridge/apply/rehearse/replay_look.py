@@ -101,7 +101,7 @@ class ReplayTimingCheck:
         if not terms.weighs_costs or not outcome.first_call_s:
             return True
         step_ms = replay_ms * terms.batches_per_step
-        return judge.explain_no_pay_back(outcome.first_call_s, step_ms, terms.steps_left) is None
+        return terms.explain_no_pay_back(outcome.first_call_s, step_ms) is None
 
     def _keep(self, outcome: RungOutcome, with_ms: float, without_ms: float) -> RungOutcome:
         saved_ms = (without_ms - with_ms) * self._terms.batches_per_step
