@@ -179,7 +179,7 @@ class Validation:
         """Return the loader that Lightning should use: a replacement that a rung requests, or the user's."""
         for made in self._made:
             loader = made.find_original(loader)
-        others = [self._site.module, *self._site.trainer.callbacks]
+        others = read_facts.list_hook_owners(self._site.trainer)
         read = cache(lambda: read_facts.read_loader_facts(loader, others=others))
         for made in self._made:
             step = self._live.plan.step(made.name)

@@ -45,10 +45,11 @@ def plan_dry(config: Config) -> DryRun:
         pl.seed_everything(config.run.seed, verbose=False)
         module, data = build_recipe(config)
         trainer: Any = make_trainer(config, None, None)
-        loader, *others = CombinedLoader(_set_up(trainer, module, data)).flattened
-    loader_facts = read_facts.read_loader_facts(loader, config.ladder.start_method, [module, *trainer.callbacks])
-    if others:
-        lost = f"Lightning counts the batches of {1 + len(others)} train loaders as one"
+        loader, *more = CombinedLoader(_set_up(trainer, module, data)).flattened
+    others = read_facts.list_hook_owners(trainer)
+    loader_facts = read_facts.read_loader_facts(loader, config.ladder.start_method, others)
+    if more:
+        lost = f"Lightning counts the batches of {1 + len(more)} train loaders as one"
         loader_facts = dataclasses.replace(loader_facts, place_lost=lost)
     if loader_facts.batches == 0:
         raise make_no_batches_error("a train loader of 0 batches")

@@ -200,9 +200,8 @@ class GraphedSteps:
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Record the step and compare it with the eager one; then restore everything."""
         if self.recordings == self._allowed:
-            self.refused = (
-                f"the model changed after each of {self.recordings} recordings, most recently {self._changed}"
-            )
+            after = f"after each of {self.recordings} recordings"
+            self.refused = f"the model changed {after}, most recently {self._changed}"
             return
         self._trial_began_s = time.perf_counter()
         try:
