@@ -41,19 +41,20 @@ class MicroBatches:
         strategy: Any,
         trainer: Any,
         step: Callable[..., Any],
+        whole: Callable[..., Any],
         batch: Any,
         rest: Sequence[Any],
-        whole: Callable[..., Any] | None = None,
     ) -> Any:
         """Run one training_step over the pieces of `batch`; returns what it would have returned for the whole.
 
         Args:
-            whole: the step that runs a batch in one piece, if not `step`.
+            whole: replaces `step` for a batch that runs in one piece.
+            rest: the arguments after the batch.
         """
         pieces, self.apart = self.choice.choose(strategy, trainer, batch, rest)
         self._begin(pieces[0])
         if len(pieces) == 1 and math.isclose(pieces[0].weight, 1):
-            output = (whole or step)(pieces[0].batch, *rest)
+            output = whole(pieces[0].batch, *rest)
             if get_loss(output) is None:
                 self._skip(trainer, batch)
             return output

@@ -13,7 +13,7 @@ from fastloop.bridge.apply.micro.gradient_check import UNKNOWN, Weighing, explai
 from fastloop.bridge.apply.micro.room import giving_back
 from fastloop.bridge.apply.micro.search import SizeSearch, fits_in_memory
 from fastloop.bridge.apply.micro.size import PieceSize
-from fastloop.bridge.apply.micro.windows import Merged, MergedWindows
+from fastloop.bridge.apply.micro.windows import Merged, MergedWindows, StepCall
 from fastloop.bridge.apply.rehearse.ranks import gather_first
 from fastloop.errors import FastLoopError
 from fastloop.evidence.clock.one_time import OneTime
@@ -139,26 +139,27 @@ class PieceChoice:
         """Cut the batch into micro-batches of the chosen size, or into the user's batches of its window. `rest` are the
         arguments of training_step after the batch."""
         window = self.windows.read(trainer.fit_loop.total_batch_idx, batch)
+        call = StepCall(strategy, trainer, batch, rest, window)
         if self._size.is_open and window is not None and len(window.sizes) < window.full:
             self._size.samples = window.sizes[0]  # a run resumed inside a window searches in the next one
-            return Chosen(self._cut(batch, trainer, window))
-        self._update_size(strategy, batch, window, rest)
+            return Chosen(self._cut(call))
+        self._update_size(call)
         if window is None:
-            return Chosen(self._split(strategy, trainer, batch, rest))
+            return Chosen(self._split(call))
         if len(window.sizes) == 1:
-            return Chosen(self._cut(batch, trainer, window), apart=self.refused is not None)
-        own, reason = self._decide_window(strategy, trainer, batch, window, rest)
+            return Chosen(self._cut(call), apart=self.refused is not None)
+        own, reason = self._decide_window(call, window)
         if reason is None or not own:
-            return Chosen(self._cut(batch, trainer, window))
+            return Chosen(self._cut(call))
         self._warn_apart(self.refused or reason)
         self._steps, self._apart_steps = self._steps + 1, self._apart_steps + 1
         return Chosen(own, apart=True)
 
-    def _update_size(self, strategy: Any, batch: Any, window: Merged | None, rest: Sequence[Any]) -> None:
+    def _update_size(self, call: StepCall) -> None:
         """Find the micro-batch's size, or change it; if it is that of the user's own batches, these stay."""
         if self._size.is_open or self.refused is None:
             before = self._size.samples
-            self._size.update(strategy, batch, window, rest)
+            self._size.update(call)
             if self._size.samples > before > 0:  # merged otherwise than in the first comparison
                 self._undecided, self._next = self._compares or self.groups is not None, self._seen + 1
                 self._largest = ()
@@ -213,17 +214,17 @@ class PieceChoice:
 
     # -- one of the user's batches, in pieces -----------------------------------------------------------------------
 
-    def _split(self, strategy: Any, trainer: Any, batch: Any, rest: Sequence[Any]) -> list[Piece]:
+    def _split(self, call: StepCall) -> list[Piece]:
         """Pieces of one of the user's batches, or the batch itself if the pieces would change its gradient."""
-        whole = [Piece(batch, count_rows(batch) or 0, 1.0)]
+        whole, trainer = [Piece(call.batch, count_rows(call.batch) or 0, 1.0)], call.trainer
         if self.refused is not None:
             self._steps, self.uncut = self._steps + 1, self.uncut + 1
             return whole
-        pieces = self._cut(batch, trainer, None)
+        pieces = self._cut(call)
         if (len(pieces) > 1 or trainer.world_size > 1) and self._is_due(trainer):
             is_first, self._undecided = self._undecided, False
-            found = self._weigh(strategy, trainer, batch, pieces, rest, halves=not is_first)
-            self._refuse(strategy, found if is_first else self._find_late(trainer, None, found), is_first=is_first)
+            found = self._weigh(call, pieces, halves=not is_first)
+            self._refuse(call.strategy, found if is_first else self._find_late(trainer, None, found), is_first=is_first)
             if self.refused is not None:
                 self._problem = self.refused
                 self._warn(f"{self.rung}: batches are not split: {self.refused}")
@@ -237,15 +238,13 @@ class PieceChoice:
             pieces = [piece._replace(weight=weight) for piece, weight in zip(pieces, weights, strict=True)]
         return pieces
 
-    def _weigh(
-        self, strategy: Any, trainer: Any, batch: Any, pieces: Sequence[Piece], rest: Sequence[Any], *, halves: bool
-    ) -> str | None:
+    def _weigh(self, call: StepCall, pieces: Sequence[Piece], *, halves: bool) -> str | None:
         """Find the weights of the pieces; returns why the pieces must not be trained on, or None.
 
         Args:
             halves: compare the halves of a piece with it, which fits in memory, in place of pieces with the batch.
         """
-        reason, mine = None, None
+        reason, mine, batch = None, None, call.batch
         if halves:
             try:
                 halved = cut(pieces[0].batch, -(-pieces[0].samples // 2))
@@ -254,11 +253,10 @@ class PieceChoice:
             if len(halved) != 1:  # pieces of up to three samples have no halves
                 batch, pieces = pieces[0].batch, halved
         if len(pieces) > 1:
-            with self._one_time.span("rehearsal"), giving_back(strategy.root_device):
-                reason, mine = weigh_pieces(
-                    strategy, batch, pieces, self._size.make_take_loss(strategy, rest), self._note_unequal
-                )
-        self.weighing = gather_first(trainer, mine) or self.weighing
+            take_loss = self._size.make_take_loss(call)
+            with self._one_time.span("rehearsal"), giving_back(call.strategy.root_device):
+                reason, mine = weigh_pieces(call.strategy, batch, pieces, take_loss, self._note_unequal)
+        self.weighing = gather_first(call.trainer, mine) or self.weighing
         return reason
 
     def _note_unequal(self, name: str) -> None:
@@ -282,24 +280,23 @@ class PieceChoice:
         except CannotRegroup as error:
             return [], str(error)
 
-    def _decide_window(
-        self, strategy: Any, trainer: Any, batch: Any, window: Merged, rest: Sequence[Any]
-    ) -> tuple[list[Piece], str | None]:
+    def _decide_window(self, call: StepCall, window: Merged) -> tuple[list[Piece], str | None]:
         """Return the user's batches of a window, see `_list_own`, and why they run one by one; None if they are merged.
         Compares gradients if that is due. All ranks must call this: they ask each other."""
-        own, reason = self._list_own(batch, window)
-        no_room = self._check_room(strategy, batch, window, rest, tries=reason is None)
+        own, reason = self._list_own(call.batch, window)
+        no_room = self._check_room(call, window, tries=reason is None)
         reason = reason or no_room
-        if no_room is not None or not self._is_due(trainer):
+        if no_room is not None or not self._is_due(call.trainer):
             return own, reason
         is_first, self._undecided, found = self._undecided, False, reason
         if reason is None:
             pair = sum(window.sizes[:2])
             # Later, two batches tell enough, and cost a fraction of the window's time.
             few = None if is_first or not self.micro >= pair == 2 * window.sizes[0] else pair
-            merged = cut(batch, few or self.micro, window, whole_batches=self.groups is not None)
-            found = self._compare(strategy, own[:2] if few else own, merged[:1] if few else merged, rest)
-        self._refuse(strategy, found if is_first else self._find_late(trainer, reason, found), is_first=is_first)
+            merged = cut(call.batch, few or self.micro, window, whole_batches=self.groups is not None)
+            found = self._compare(call, own[:2] if few else own, merged[:1] if few else merged)
+        found = found if is_first else self._find_late(call.trainer, reason, found)
+        self._refuse(call.strategy, found, is_first=is_first)
         if is_first and self.refused is None:
             self._warn_unequal_logs()
         return own, self.refused or (None if is_first else reason)
@@ -310,16 +307,15 @@ class PieceChoice:
             self._apart_why = why
             self._warn(f"{self.rung}: {'windows run' if self.refused else 'a window runs'} batch by batch: {why}")
 
-    def _compare(self, strategy: Any, own: Sequence[Piece], merged: Sequence[Piece], rest: Sequence[Any]) -> str | None:
-        take_loss = self._size.make_take_loss(strategy, rest)
+    def _compare(self, call: StepCall, own: Sequence[Piece], merged: Sequence[Piece]) -> str | None:
+        strategy, take_loss = call.strategy, self._size.make_take_loss(call)
         with self._one_time.span("rehearsal"), giving_back(strategy.root_device):
             if merged[0].samples >= own[0].samples:
                 how = self.groups, self._compares, self._note_unequal
                 return explain_difference(strategy, own, merged, take_loss, *how)
             # The search found that the user's own batch does not fit.
-            reason, weighing = weigh_pieces(
-                strategy, own[0].batch, cut(own[0].batch, self.micro), take_loss, self._note_unequal
-            )
+            pieces = cut(own[0].batch, self.micro)
+            reason, weighing = weigh_pieces(strategy, own[0].batch, pieces, take_loss, self._note_unequal)
             return reason or (weighing and "the loss is a mean over tokens, but a window weights it by samples")
 
     def _agree(self, strategy: Any, reason: str | None) -> str | None:
@@ -330,21 +326,21 @@ class PieceChoice:
             self._check_strict(reason, "batch by batch")
         return reason
 
-    def _check_room(self, strategy: Any, batch: Any, window: Merged, rest: Sequence[Any], *, tries: bool) -> str | None:
+    def _check_room(self, call: StepCall, window: Merged, *, tries: bool) -> str | None:
         """Why no rank must merge its window; None if they may. The first step runs without rungs such as amp, and may
         need more memory than all later ones. If nothing waits to start any more, no later window is merged either.
 
         Args:
             tries: this rank would merge its window. All ranks must call this: they ask each other.
         """
+        strategy = call.strategy
         held = self._list_held() if strategy.root_device.type in LIMITED else ()
         if self._size.is_searched or not (held or self._lacked_room):
             return None
         fits = True
         if tries and self.micro > max(window.sizes):
             with self._one_time.span("rehearsal"):
-                trial = self._size.make_trial(strategy, batch, window, rest, window.sizes[0])
-                fits = fits_in_memory(strategy, self.micro, trial)
+                fits = fits_in_memory(strategy, self.micro, self._size.make_trial(call))
         fits = strategy.reduce_boolean_decision(fits, all=True)
         self._lacked_room = not fits and bool(held)
         if fits:
@@ -357,10 +353,11 @@ class PieceChoice:
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
-    def _cut(self, batch: Any, trainer: Any, window: Merged | None) -> list[Piece]:
+    def _cut(self, call: StepCall) -> list[Piece]:
+        batch, window = call.batch, call.window
         try:
             if window is None:
-                self._check_size(batch, trainer)
+                self._check_size(batch, call.trainer)
             pieces = cut(batch, self.micro, window, whole_batches=self.groups is not None and window is not None)
         except CannotRegroup as reason:
             self._check_strict(str(reason), "with whole batches")

@@ -80,9 +80,9 @@ def explain_difference(
     own: Sequence[Piece],
     merged: Sequence[Piece],
     take_loss: TakeLoss,
-    groups: BatchGroups | None = None,
-    compares: bool = True,
-    note: Note = bool,
+    groups: BatchGroups | None,
+    compares: bool,
+    note: Note,
 ) -> str | None:
     """Why a window must not run as `merged`; None if its gradient equals that of the user's `own` batches.
 
@@ -114,7 +114,7 @@ def explain_difference(
 
 
 def weigh_pieces(
-    strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss, note: Note = bool
+    strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss, note: Note
 ) -> tuple[str | None, Weighing | None]:
     """Why the user's batch must not run in `pieces`, and how to weight them if not by their samples.
 
@@ -123,13 +123,11 @@ def weigh_pieces(
     Args:
         note: receives the names of logged values that are not means over samples.
     """
-    whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
+    whole, weights = Piece(batch, sum(piece.samples for piece in pieces), 1.0), [piece.weight for piece in pieces]
     try:
         with refuse_exchange(strategy.lightning_module.trainer):
             sample = partial(_sample, strategy, pieces, [whole], take_loss)
-            seen = _sample_and_recheck(
-                strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0]
-            )
+            seen = _sample_and_recheck(strategy, sample, weights, lambda seen: seen.others[0])
     except Exception as error:
         if is_out_of_memory(error):
             first = pieces[0]
@@ -140,7 +138,7 @@ def weigh_pieces(
         return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
     if seen.changed is not None:
         return f"training_step changes {seen.changed}: once per micro-batch instead of once per batch", None
-    judged = _judge(strategy, seen, [piece.weight for piece in pieces], seen.others[0])
+    judged = _judge(strategy, seen, weights, seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the micro-batches"
     why = _explain(seen, *judged, "whole and split", what)
     if why is not None and judged[0] is not None:

@@ -19,6 +19,23 @@ class Merged(NamedTuple):
     """Batches of a full window; an epoch's last one may be shorter."""
 
 
+class StepCall(NamedTuple):
+    """One call of training_step."""
+
+    strategy: Any
+    trainer: Any
+    batch: Any
+    rest: Sequence[Any]
+    """The arguments after the batch."""
+    window: Merged | None
+    """What the batch was merged from; None if it was not."""
+
+    @property
+    def own_samples(self) -> int:
+        """Samples in one of the user's own batches."""
+        return (count_rows(self.batch) if self.window is None else self.window.sizes[0]) or 1
+
+
 class MergedWindows:
     """Keeps the data that belongs to a merged batch on its way from the loader to training_step.
 
