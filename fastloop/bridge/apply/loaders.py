@@ -119,12 +119,14 @@ class TrainLoaders:
         engine = self._make_engine(changed, loader, plan)
         if getattr(engine, "has_one_thread_each", False):
             self._workers.compare_rounding("loader.engine", loader, facts)
-        keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
-
-        def starts_at_once() -> bool:
-            return has_workers and not self.trainer.fit_loop.restarting
-
+        start: dict[str, Any] = {
+            "keeps_iterator": bool(getattr(loader, "persistent_workers", False)),
+            "epochs": epochs,
+            "engine": engine,
+            "at_once": lambda: has_workers and not self.trainer.fit_loop.restarting,
+        }
+        is_replaced = epochs is not begin_unchanged or engine is not None or base is not loader
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
             changed = self.staging.feed(
@@ -133,20 +135,10 @@ class TrainLoaders:
                 count=asked if bounded is None else lambda: None,  # else the bounded sampler ends the epoch
                 watch=watch_loader(changed, loader),
                 step_down=partial(self._workers.leave, "feed.depth"),
-                keeps_iterator=keeps_iterator,
-                epochs=epochs,
-                engine=engine,
-                at_once=starts_at_once,
+                **start,
             )
-        elif (
-            epochs is not begin_unchanged
-            or engine is not None
-            or base is not loader
-            or "persistent_workers" in settings
-        ):
-            changed = LazyLoader(
-                changed, keeps_iterator=keeps_iterator, epochs=epochs, engine=engine, at_once=starts_at_once
-            )
+        elif is_replaced or "persistent_workers" in settings:
+            changed = LazyLoader(changed, **start)
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed
