@@ -51,8 +51,7 @@ EVENTS, CLAIM, TRAINED = "events.jsonl", "claim", "trained"
 
 def add_callbacks() -> list[Any]:
     """Return the callbacks that Lightning adds to a Trainer of this process; none without orders."""
-    path = Path(os.environ.get(ORDERS) or os.devnull)
-    if is_disabled() or not path.is_file():
+    if is_disabled() or (path := _find_orders()) is None:
         return []
     orders = store.load(path, ScriptOrders)
     assert orders is not None, path
@@ -70,10 +69,14 @@ def add_callbacks() -> list[Any]:
 
 def add_to_fabric() -> list[Any]:
     """Report the use of Fabric, and return no callbacks for it, because it has no loop to watch."""
-    path = Path(os.environ.get(ORDERS) or os.devnull)
-    if path.is_file() and not getattr(rank_zero_only, "rank", 0):
+    if (path := _find_orders()) is not None and not getattr(rank_zero_only, "rank", 0):
         _note(path.parent, "fabric")
     return []
+
+
+def _find_orders() -> Path | None:
+    path = Path(os.environ.get(ORDERS) or os.devnull)
+    return path if path.is_file() else None
 
 
 def _write_stacks_on_request() -> None:
