@@ -22,9 +22,9 @@ from fastloop.bridge.apply.precision_fallback import PrecisionFallback
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle, Rehearsal
 from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
-from fastloop.bridge.apply.rehearse.tries import RungTrials
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.apply.tries import RungTrials
 from fastloop.bridge.apply.validation_loaders import Validation
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
@@ -186,7 +186,7 @@ class Applier:
                 Rehearsal(self._site, self._live.held_steps, self.terms.of_run(self._site.trainer), self._handle),
                 pause=self._undo_but_keep_evidence,
                 record_outcomes=self._record_outcomes,
-                recorder=self.graphs,
+                graphs=self.graphs,
                 may_grow=lambda: self.micro is not None and self.micro.choice.may_grow,
             )
 

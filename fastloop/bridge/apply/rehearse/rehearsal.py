@@ -95,7 +95,7 @@ class Rehearsal:
     # -- the rehearsal itself -------------------------------------------------------------------------------------
 
     def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[RungOutcome]:
-        """Try all rungs; those that stay are applied when this returns. See `StepRecorder.estimate_trial_s`."""
+        """Try all rungs; those that stay are applied when this returns. See `GraphedSteps.estimate_trial_s`."""
         outcomes: list[RungOutcome] = []
         self.stop_recording()
         self.site.step_bytes = memory.read_peak(self.site.device)

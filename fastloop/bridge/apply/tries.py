@@ -9,9 +9,10 @@ from typing import Any
 
 from fastloop.bridge.apply.rehearse.budget import find_cheapest, is_quick
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
-from fastloop.bridge.apply.rehearse.replay_look import ReplayTimingCheck, StepRecorder
 from fastloop.bridge.apply.rehearse.second_look import StepTimingCheck
 from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
+from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
+from fastloop.bridge.apply.replay.replay_look import ReplayTimingCheck
 from fastloop.errors import FastLoopError, describe
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
 from fastloop.judge.rehearsal import RungOutcome
@@ -29,7 +30,7 @@ class RungTrials:
         rehearsal: the rehearsal to run.
         pause: undoes a rung that may come back.
         record_outcomes: receives the outcomes of some rungs.
-        recorder: records the step of this run; None: steps are not replayed.
+        graphs: replays the steps of this run; None: they are not replayed.
         may_grow: whether micro-batches become larger once the rungs that cost nothing to switch are on. The other rungs
             are then rehearsed one step later.
     """
@@ -40,10 +41,10 @@ class RungTrials:
         *,
         pause: Callable[[Step], None],
         record_outcomes: Callable[[Sequence[RungOutcome]], None],
-        recorder: StepRecorder | None,
+        graphs: GraphedSteps | None,
         may_grow: Callable[[], bool],
     ) -> None:
-        self._recorder, self._terms, self._may_grow = recorder, rehearsal.terms, may_grow
+        self._graphs, self._terms, self._may_grow = graphs, rehearsal.terms, may_grow
         self._tried: tuple[list[Step], list[RungOutcome]] = [], []
         """Rungs of an earlier rehearsal, and what came of them."""
         self._slower: list[tuple[Step, RungOutcome]] = []
@@ -115,7 +116,7 @@ class RungTrials:
         self._rehearsal, terms, later = None, rehearsal.terms, self._take_later(rehearsal)
         try:
             with self._site.one_time.span("rehearsal"), leaves_on_sigterm(self._site.trainer):
-                outcomes = rehearsal.run(self._recorder.estimate_trial_s if self._recorder is not None else None)
+                outcomes = rehearsal.run(self._graphs.estimate_trial_s if self._graphs is not None else None)
         except FastLoopError:
             raise
         except Exception as error:  # our own error: the rehearsal catches all errors of user code
@@ -170,8 +171,8 @@ class RungTrials:
         for step in steps:
             if (outcome := slower.get(step.rung)) is not None:
                 self._slower.append((find_cheapest(step) if outcome.is_cheaper else step, outcome))
-        if self.eager_trials_are_over and self._slower and self._recorder is not None:
-            self._replay_check = ReplayTimingCheck(self._site, self._slower, self._recorder, self._terms, self._handle)
+        if self.eager_trials_are_over and self._slower and self._graphs is not None:
+            self._replay_check = ReplayTimingCheck(self._site, self._slower, self._graphs, self._terms, self._handle)
 
     def _look_at_replays(self, look: ReplayTimingCheck) -> None:
         try:
