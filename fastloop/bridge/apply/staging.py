@@ -72,10 +72,10 @@ class Staging:
             return lambda: None
         self._before_transfer = original = getattr(owner, name)
 
-        def hand_through(batch: Any, dataloader_idx: int) -> Any:
+        def pass_through(batch: Any, dataloader_idx: int) -> Any:
             return batch if isinstance(batch, BatchWindow) or is_ahead() else original(batch, dataloader_idx)
 
-        put_back = set_attribute(owner, name, hand_through)
+        put_back = set_attribute(owner, name, pass_through)
 
         def undo() -> None:
             put_back()

@@ -125,7 +125,7 @@ class FlatLoop:
         self._closure = namespaces.load(space, "loops.optimization.automatic.Closure")
         self._iterates = namespaces.load(space, "loops.fetchers._DataLoaderIterDataFetcher")
         base, strategy = namespaces.load(space, "core.LightningModule"), type(trainer.strategy)
-        self._hands_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
+        self._pass_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
         self._backward = base.backward
         plain = namespaces.load(space, "strategies.Strategy")
         self._moves_plainly, goes_back = (
@@ -251,7 +251,7 @@ class FlatLoop:
     def _call_batch_hook(self, name: str, batch: Any, *args: Any) -> Any:
         """``LightningModule._call_batch_hook``."""
         owner = self._trainer._data_connector._datahook_selector.get_instance(name)
-        is_empty = getattr(getattr(owner, name), "__func__", None) in self._hands_through
+        is_empty = getattr(getattr(owner, name), "__func__", None) in self._pass_through
         if is_empty and self._calls.ignores_empty_hooks(self._trainer):
             return batch
         if owner is not self._module:

@@ -146,10 +146,10 @@ class _Hook:
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
 
-    is_deaf = False
+    is_paused = False
 
     def __call__(self, *args: Any) -> None:
-        if not _Hook.is_deaf:
+        if not _Hook.is_paused:
             self.call(*args)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
@@ -163,11 +163,11 @@ def _do_nothing(*_: Any) -> None:
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
     """Make recorders ignore calls inside ``with``, which belong to trials and not to a step."""
-    _Hook.is_deaf = True
+    _Hook.is_paused = True
     try:
         yield
     finally:
-        _Hook.is_deaf = False
+        _Hook.is_paused = False
 
 
 def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | None:
