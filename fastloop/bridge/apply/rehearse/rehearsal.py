@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply.read_training import find_precision
@@ -23,7 +22,7 @@ from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
 from fastloop.bridge.apply.rehearse.ranks import gather, gather_first, refuse_exchange
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, CallReplayer
 from fastloop.bridge.apply.rehearse.remembered import Remembered
-from fastloop.bridge.apply.rehearse.surroundings import check_device, surrounded
+from fastloop.bridge.apply.rehearse.surroundings import check_device
 from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import NotApplicable, describe, is_out_of_memory
@@ -106,14 +105,7 @@ class Rehearsal:
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
-        self._replayer = CallReplayer(
-            self.site.module,
-            calls,
-            self.site.device,
-            context=partial(surrounded, self.site),
-            convert=self.site.staging.convert,
-            groups=self.site.groups,
-        )
+        self._replayer = CallReplayer(self.site, calls)
         modules = self._replayer.modules
         known = Remembered(modules, self.site.device, self.site.optimizers)
         self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, self._first_ms)
