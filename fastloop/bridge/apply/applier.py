@@ -224,7 +224,7 @@ class Applier:
         return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
 
     def find_whole(self, batch: Any) -> tuple[Any, float]:
-        """The batch, or all of a window of which Lightning sees only one; and its share of a full window."""
+        """The batch, or the whole window if Lightning sees only one batch of it; and its share of a full window."""
         return (batch, 1.0) if self.micro is None else self.micro.windows.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

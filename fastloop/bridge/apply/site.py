@@ -110,16 +110,13 @@ class LiveSite:
         return lambda: setattr(self.strategy, "_ddp_kwargs", before)
 
     def convert_inputs(self, convert: Callable[[Any], Any]) -> Undo:
-        conversions = self.staging.conversions
-        conversions.append(convert)
-        return lambda: conversions.remove(convert) if convert in conversions else None
+        return _add(self.staging.conversions, convert)
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         self._notes.append(note)
 
     def note_each_batch(self, note: Callable[[], None]) -> Undo:
-        self.every_batch.append(note)
-        return lambda: self.every_batch.remove(note) if note in self.every_batch else None
+        return _add(self.every_batch, note)
 
     def thin_loop(self) -> Applied:
         return thin(self.trainer, self.module, self.note_each_batch)
@@ -140,6 +137,11 @@ class LiveSite:
                 return step(*args, **kwargs)
 
         return noted_step
+
+
+def _add(items: list[Any], item: Any) -> Undo:
+    items.append(item)
+    return lambda: items.remove(item) if item in items else None
 
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")

@@ -204,7 +204,7 @@ class WorkerProcesses:
         self._weaken(key, f"up to {made} loaded from data that has changed since", "changes-training")
 
     def leave(self, key: str, why: str, outdated: int) -> None:
-        """What this setting put in place loads no more batches ahead; so many of those it gave may be outdated."""
+        """A feed or an engine has stopped loading ahead; `outdated` of its batches may have been made from old data."""
         if outdated:
             self._report_outdated(outdated, key)
         self._give_up(key, why, has_acted=True)
@@ -224,7 +224,7 @@ class WorkerProcesses:
         self._site.warn(why)
 
     def _count_left(self) -> Left:
-        """Batches that the Trainer will still take. Merged batches, of which there are fewer, are not distinguished."""
+        """Batches that the Trainer will still take. A merged batch counts as one, like any other."""
         trainer, loop = self.trainer, self.trainer.fit_loop
         ready, most = loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
         in_epoch = math.inf if math.isinf(most) else max(0, most - ready)
@@ -240,7 +240,7 @@ class WorkerProcesses:
         return None if left.in_run is None or left.in_epoch is None else left.in_run - left.in_epoch
 
     def _count_next_early(self) -> int | None:
-        """The same, of those that these workers may make: none if they are restarted for the next epoch."""
+        """The same, but 0 if the workers are restarted for the next epoch: they cannot make its batches early."""
         return self._count_next() if self._fresh is None or self._fresh.may_keep() else 0
 
     def _count_draws(self) -> int | None:
@@ -259,15 +259,15 @@ class WorkerProcesses:
     # -- evidence -----------------------------------------------------------------------------------------------------
 
     def note_rounding(self) -> Mapping[str, Any]:
-        """Note where samples are rounded differently elsewhere, as far as it is known by now; no evidence."""
+        """Weaken the settings whose samples are now known to be rounded differently. Returns no evidence."""
         for each in self._rounding:
             if (note := each.describe()) is not None:
                 self._weaken(each.key, note)
         return {}
 
     def count(self) -> Mapping[str, Any]:
-        """Report the highest number of live workers so far, because workers exit after an epoch's last batch, which a
-        feed fetches early; also how they were reduced, their CPUs, and the time lost."""
+        """Report the highest number of live workers so far (they exit after an epoch's last batch, which a feed fetches
+        early), why there are fewer than planned, their CPUs, and the time lost."""
         if self._drew.value:
             self._weaken("loader.num_workers", DREW)
         self.note_rounding()

@@ -104,7 +104,7 @@ class FastLoop(Callback):
         return loop
 
     def obey(self, config: Config, *, out: Path | None) -> None:
-        """Follow the configuration of a command, which prints what there is to say, instead of its own."""
+        """Use a command's configuration instead of its own, and print nothing: the command does that."""
         self.config, self.strict, self.out, self.say = config, config.strict, out, lines.skip
         self.quiet = self.obeys = True
         set_variables(config.ladder)

@@ -223,7 +223,8 @@ class Watch:
             probe.begin()
 
     def begin_probe_again(self) -> None:
-        """Begin anew in a step that has begun but not run: rungs may have been tried and modules compiled since."""
+        """Restart the probe of a step that has begun but not run, if rungs have been tried since: that may have
+        compiled modules."""
         if self._probe is not None and self._count_trials() > self._trials:
             self._probe.give_up()
             self._trials = self._count_trials()

@@ -24,8 +24,8 @@ from fastloop.feeds.splitting import Piece, cut, cut_at
 RARER = 4
 """Each comparison of gradients comes this many times as many batches after the first as the one before."""
 FEW, SELDOM = 8, 128
-"""Gradients are also compared in the first batch of an epoch, until there are this many comparisons, and one more for
-each so many batches."""
+"""Gradients are also compared in an epoch's first batch, unless there were more than `FEW` comparisons, plus one per
+`SELDOM` batches, already."""
 LIMITED = ("cuda",)
 """Devices on which a step is tried before it may run out of memory."""
 
@@ -100,8 +100,8 @@ class PieceChoice:
         """Names of logged values that are no means over samples."""
 
     def evidence(self) -> Mapping[str, Any]:
-        """Counts of batches, of those that ran in other pieces than the loader's own, and of those that could not be
-        cut, and why; piece sizes of the largest batch; the number of loader batches merged into one."""
+        """How many batches ran, how many of them in other pieces than the loader's own, and how many could not be cut,
+        and why; piece sizes of the largest batch; how many loader batches were merged into one."""
         return {
             "steps": self._steps,
             "changed_steps": self._changed,
@@ -270,8 +270,8 @@ class PieceChoice:
     # -- a window of them, merged -----------------------------------------------------------------------------------
 
     def _list_own(self, batch: Any, window: Merged) -> tuple[list[Piece], str | None]:
-        """The user's batches of a window, and why they should not be merged. Empty if a hook changed the merged batch
-        such that it cannot be cut into them again."""
+        """The user's batches of a window, and why they should not be merged. Empty if the merged batch cannot be
+        cut into them again, because a hook has changed it."""
         if (apart := self.windows.find_apart(batch)) is not None:
             sized = zip(apart[0], window.sizes, strict=True)
             return [Piece(each, count_rows(each) or size, 1 / window.full) for each, size in sized], apart[1]

@@ -73,7 +73,7 @@ class SearchRules:
     """Try no size below the user's batch, because it would change BatchNorm's statistics."""
     quick: Quick = lambda: nullcontext(lambda batch: batch)
     waiting: Sequence[str] = ()
-    """The names of those rungs, if sizes that only fit with them are to be tried."""
+    """The names of those rungs if sizes that only fit with them are tried, too; else empty."""
     runs_graphs: bool = False
     """Run compiled modules and captured graphs as the next step will, and not eagerly."""
     key: object = None

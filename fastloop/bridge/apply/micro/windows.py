@@ -72,18 +72,18 @@ class MergedWindows:
         return batches[-1]
 
     def find_whole(self, batch: Any) -> tuple[Any, float]:
-        """The batch, or all of a window of which Lightning sees only one; and its share of a full window, for an
-        epoch's last one may be shorter."""
+        """The batch, or the whole window if Lightning sees only one batch of it; and its share of a full window, since
+        an epoch's last one may be shorter."""
         found = self.find_apart(batch)
         share = 1.0 if self._read is None else len(self._read[1].sizes) / self._read[1].full
         return batch if found is None else found[0], share
 
     def find_apart(self, batch: Any) -> tuple[BatchWindow, str] | None:
-        """The window of which Lightning sees only this batch, and why it is not concatenated; None if there is none."""
+        """The window that this batch stands for, and why it is not concatenated; None if it stands for itself."""
         return self._apart if self._apart is not None and self._apart[0][-1] is batch else None
 
     def convert(self, batch: Any, convert: Callable[[Any], Any]) -> Any:
-        """`convert` the batch that Lightning sees, and the other batches of its window."""
+        """Convert the batch that Lightning sees, and the other batches of its window."""
         if (apart := self.find_apart(batch)) is not None:
             self._apart = BatchWindow(map(convert, apart[0])), apart[1]
             return self._apart[0][-1]

@@ -83,7 +83,7 @@ def _alarm(seconds: float) -> Iterator[None]:
         if is_over:
             return
         if raised is not None and raised() is not None:
-            # An exception is on its way out: nothing may interrupt what puts things back.
+            # The exception is still being handled: nothing may interrupt the clean-up.
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
             return
         if time.monotonic() < latest and not _may_raise_in(frame, within):
