@@ -23,9 +23,9 @@ from fastloop.bridge.apply.rehearse.ranks import gather, gather_first, refuse_ex
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, CallReplayer
 from fastloop.bridge.apply.rehearse.remembered import Remembered
 from fastloop.bridge.apply.rehearse.surroundings import check_device
-from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
+from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_limit, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.errors import NotApplicable, describe, is_out_of_memory
+from fastloop.errors import NotApplicable, describe, is_out_of_memory, walk_causes
 from fastloop.evidence.model import dynamo_graphs
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.rehearsal import Deviation, RungOutcome
@@ -223,11 +223,12 @@ class Rehearsal:
             fault, is_lasting = describe(error), False
         except Exception as error:
             # Limits and memory may be this run's own, and an optimizer's twin may fail for unrelated reasons.
-            host_lacks_memory = find_cause(error, lambda each: isinstance(each, MemoryError)) is not None
+            causes = list(walk_causes(error))
+            host_lacks_memory = any(isinstance(each, MemoryError) for each in causes)
             fault, is_lasting = explain(error), step.change.rehearse == "modules" and not host_lacks_memory
-            if find_cause(error, is_out_of_memory) is not None:
+            if any(map(is_out_of_memory, causes)):
                 fault, is_lasting = "there was not enough memory to try it", False
-            elif find_cause(error, is_time_limit) is not None:
+            elif find_limit(error) is not None:
                 self._budget.note_limit(step, limit_s)
                 is_lasting = is_lasting and limit_s == COSTLY_LIMIT_S
         else:
