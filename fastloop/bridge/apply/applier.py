@@ -245,7 +245,7 @@ class Applier:
         if self.micro is None or not args:
             return self.run_step(whole, *args, **kwargs)
         run, run_whole = (partial(self.run_step, each, **kwargs) for each in (step, whole))
-        return self.micro.run(site.strategy, site.trainer, run, run_whole, args[0], args[1:])
+        return self.micro.run(run, run_whole, args[0], args[1:])
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of any stage, and repeat it without lower precision if that made it fail."""

@@ -27,20 +27,7 @@ def make_choice(site: LiveSite, plan: Plan, live: LivePlan, handle: ApplierHandl
     micro: int | SizeSearch = wants["step.micro_batch"]
     if wants["step.micro_batch"] == "auto":
         micro = _make_search(site, wants, live.held_steps, handle, lambda line: site.warn(f"{rung}: {line}"))
-    return PieceChoice(
-        micro,
-        rung=rung,
-        strict=live.strict,
-        compares=not wants.get("step.loss_is_mean"),
-        unmerged=wants.get("step.unmerged"),
-        by_epoch=site.facts.varies_by_epoch,
-        warn=site.warn,
-        weaken=live.weaken,
-        one_time=site.one_time,
-        list_held=lambda: sorted(live.held),
-        is_planned=lambda name: any(step.rung == name for step in live.plan.planned),
-        groups=site.groups if wants.get("step.batch_norm") == "groups" else None,
-    )
+    return PieceChoice(micro, rung, wants, site, live)
 
 
 def _make_search(

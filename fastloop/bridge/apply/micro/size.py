@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss
 from fastloop.bridge.apply.micro.search import SizeSearch, measure_length
 from fastloop.bridge.apply.micro.search_run import SizeTrial
 from fastloop.bridge.apply.micro.windows import Merged, MergedWindows, StepCall
-from fastloop.evidence.clock.one_time import OneTime
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import CannotRegroup
 from fastloop.feeds.splitting import cut, get_loss
@@ -26,17 +27,15 @@ class PieceSize:
         micro: int | SizeSearch,
         windows: MergedWindows,
         groups: BatchGroups | None,
-        one_time: OneTime,
-        list_held: Callable[[], Collection[str]],
-        is_planned: Callable[[str], bool],
+        site: LiveSite,
+        live: LivePlan,
     ) -> None:
         self._search = micro if isinstance(micro, SizeSearch) else None
         self.samples = 0 if isinstance(micro, SizeSearch) else micro
         """Samples per piece; 0 until the search has found it."""
         self.kept: str | None = None
         """Why the user's own batches stay as they are; None if they do not."""
-        self._windows, self._groups, self._one_time = windows, groups, one_time
-        self._list_held, self._is_planned = list_held, is_planned
+        self._windows, self._groups, self._site, self._live = windows, groups, site, live
         self._found: FoundSize | None = None
 
     @property
@@ -78,12 +77,12 @@ class PieceSize:
     def make_trial(self, call: StepCall) -> SizeTrial:
         """Return what a search needs to run pieces of this batch."""
         take = partial(cut, call.batch, window=call.window, whole_batches=self._groups is not None)
-        return SizeTrial(call.own_samples, lambda size: take(size)[0], self.make_take_loss(call), self._groups)
+        return SizeTrial(call.own_samples, lambda size: take(size)[0], self.make_take_loss(call.rest), self._groups)
 
-    def make_take_loss(self, call: StepCall) -> TakeLoss:
-        """Return a function that runs training_step and returns its loss."""
-        step = call.strategy.lightning_module.training_step
-        return lambda batch, number: get_loss(step(batch, *self._windows.renumber(call.rest, number)))
+    def make_take_loss(self, rest: Sequence[Any]) -> TakeLoss:
+        """Return a function that runs training_step and returns its loss. `rest` are the arguments after the batch."""
+        step = self._site.module.training_step
+        return lambda batch, number: get_loss(step(batch, *self._windows.renumber(rest, number)))
 
     def _find(self, search: SizeSearch, call: StepCall) -> None:
         trial, sizes = self.make_trial(call), () if call.window is None else call.window.sizes
@@ -98,8 +97,8 @@ class PieceSize:
             candidates, search.skip = [trial.own], f"no search: {reason}"
         else:
             candidates, search.longest = list_sizes(trial.own, len(sizes) or 1), measure_length(call.batch)
-        with self._one_time.span("rehearsal"):
-            self._found = search.find(call.strategy, candidates, trial)
+        with self._site.one_time.span("rehearsal"):
+            self._found = search.find(self._site.strategy, candidates, trial)
         self._use(self._found, trial.own)
 
     def _use(self, found: FoundSize, own: int) -> None:
@@ -111,7 +110,9 @@ class PieceSize:
     def _use_uncompiled_size(self, search: SizeSearch, window: Merged | None) -> None:
         """Take the size for an uncompiled model if the rung that was to compile it was refused."""
         found = self._found
-        if found is None or found.uncompiled is None or search.compiles is None or self._is_planned(search.compiles):
+        if found is None or found.uncompiled is None or search.compiles is None:
+            return
+        if any(step.rung == search.compiles for step in self._live.plan.planned):
             return
         self.samples = found.uncompiled
         refused = f"{self.samples} because {search.compiles} was refused, and {found.size} was for the compiled model"
@@ -123,17 +124,17 @@ class PieceSize:
     def _grow(self, search: SizeSearch, call: StepCall) -> None:
         """Take the larger size that needs some rungs, if it fits now that these were tried."""
         is_full = call.window is None or len(call.window.sizes) == call.window.full
-        if self._found is None or not self.may_grow or not is_full or set(search.waiting) & set(self._list_held()):
+        if self._found is None or not self.may_grow or not is_full or not self._live.held.isdisjoint(search.waiting):
             return
-        with self._one_time.span("rehearsal"):
-            self._found = search.grow(call.strategy, self._found, self.make_trial(call))
+        with self._site.one_time.span("rehearsal"):
+            self._found = search.grow(self._site.strategy, self._found, self.make_trial(call))
         self._use(self._found, call.own_samples)
 
     def _shrink_for_longer_samples(self, search: SizeSearch, call: StepCall) -> None:
         """Choose a smaller micro-batch if this batch's samples are longer than the search's and need it."""
         if not search.meets_longer(call.batch, call.own_samples):
             return
-        with self._one_time.span("rehearsal"):
-            found = search.fit_longer(call.strategy, call.batch, self.make_trial(call))
+        with self._site.one_time.span("rehearsal"):
+            found = search.fit_longer(self._site.strategy, call.batch, self.make_trial(call))
         if found is not None and self._found is not None:
             self.samples, self._found = found.size, replace(self._found, why=f"{self._found.why}; {found.why}")

@@ -22,8 +22,6 @@ class Merged(NamedTuple):
 class StepCall(NamedTuple):
     """One call of training_step."""
 
-    strategy: Any
-    trainer: Any
     batch: Any
     rest: Sequence[Any]
     """The arguments after the batch."""
