@@ -64,12 +64,8 @@ class WorkerProcesses:
     """Arranges the workers of each train loader, and reports what became of them.
 
     Args:
-        give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
-            if it could apply but is not worth it.
-        weaken: receives the key of a planned setting that turned out not to be exact, the reason, and the class if it
-            is not `approximate`.
+        give_up, weaken, by_ladder: see `TrainLoaders`.
         is_training: whether Lightning's loop, not a callback, is requesting batches now.
-        by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
     def __init__(
