@@ -153,10 +153,10 @@ class Applier:
             if self.loaders is None:
                 self.loaders = TrainLoaders(
                     site,
+                    self._live,
                     place=self.place,
                     undo=self._undo_setting,
                     give_up=self._give_up,
-                    weaken=self._live.weaken,
                     by_ladder=self.terms.by_ladder if self.terms else (),
                 )
             return self._change_loader(self.loaders, loader, site)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.sampler import BatchSampler
 
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.micro.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.worker_processes import MOST_WORKERS, NEXT_EPOCH, WorkerProcesses
@@ -49,19 +50,17 @@ class TrainLoaders:
         undo: receives a setting's key and the function that reverts its change.
         give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
             if it could apply but is not worth it.
-        weaken: receives the key of a planned setting that turned out not to be exact, the reason, and the class if it
-            is not `approximate`.
         by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
     def __init__(
         self,
         site: LiveSite,
+        live: LivePlan,
         *,
         place: PlaceKeeper,
         undo: Callable[[str, Undo], None],
         give_up: Callable[..., None],
-        weaken: Callable[..., None],
         by_ladder: Collection[str],
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
@@ -75,7 +74,7 @@ class TrainLoaders:
         self._checked: Mapping[str, Any] = {}
         """Result of an engine's check."""
         self._workers = WorkerProcesses(
-            site, give_up=give_up, weaken=weaken, is_training=is_called_by_fetcher, by_ladder=by_ladder
+            site, live, give_up=give_up, is_training=is_called_by_fetcher, by_ladder=by_ladder
         )
         self._leaves = 0
         self._find_fetcher: Callable[[], Any] = lambda: None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -27,15 +27,13 @@ class ValidationLoaders(ABC):
 
     Args:
         name: the rung's name.
-        rung: plans the replacement.
-        list_wants: lists all settings that the rung wants in this training.
     """
 
     KEY: ClassVar[str]
     """The setting that requests it."""
 
-    def __init__(self, site: LiveSite, name: str, rung: Any, list_wants: Callable[[], Collection[str]]) -> None:
-        self._site, self.name, self._rung, self._list_wants = site, name, rung, list_wants
+    def __init__(self, site: LiveSite, live: LivePlan, name: str) -> None:
+        self._site, self._live, self.name, self._rung = site, live, name, getattr(live.ladder, name)
         self._made: list[tuple[LazyLoader, Any, Any]] = []
         """Our loader, the user's, and the engine if there is one."""
         self._why: str | None = None
@@ -159,7 +157,7 @@ class ValidationWorkers(ValidationLoaders):
         """Whether validations had the workers of the one before; empty if no loader was changed."""
         if not self._made:
             return {}
-        alone = set(self._list_wants()) == {self.KEY}
+        alone = set(self._live.list_wants(self.name)) == {self.KEY}
         kept = any(fresh.kept for fresh in self._fresh)
         return {"validation_workers": self.count, "validation_kept": kept, "only_validation": alone}
 
@@ -171,8 +169,7 @@ class Validation:
         self._site, self._live, self._made = site, live, list[ValidationLoaders]()
         for kind in (ValidationEngines, ValidationWorkers):
             if (name := live.may_want.owner(kind.KEY)) is not None:
-                rung, list_wants = getattr(live.ladder, name), partial(live.list_wants, name)
-                self._made.append(made := kind(site, name, rung, list_wants))
+                self._made.append(made := kind(site, live, name))
                 changes.add(name, Applied(undo=made.give_back, probe=made.evidence))
 
     def change(self, loader: Any) -> Any:

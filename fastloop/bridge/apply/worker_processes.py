@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
@@ -64,21 +65,21 @@ class WorkerProcesses:
     """Arranges the workers of each train loader, and reports what became of them.
 
     Args:
-        give_up, weaken, by_ladder: see `TrainLoaders`.
+        give_up, by_ladder: see `TrainLoaders`.
         is_training: whether Lightning's loop, not a callback, is requesting batches now.
     """
 
     def __init__(
         self,
         site: LiveSite,
+        live: LivePlan,
         *,
         give_up: Callable[..., None],
-        weaken: Callable[..., None],
         is_training: Callable[[], bool],
         by_ladder: Collection[str],
     ) -> None:
-        self.trainer, self._give_up, self._weaken, self._by_ladder = site.trainer, give_up, weaken, by_ladder
-        self._site, self._is_training = site, is_training
+        self.trainer, self._give_up, self._by_ladder = site.trainer, give_up, by_ladder
+        self._site, self._live, self._is_training = site, live, is_training
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings after the number of workers had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
@@ -197,7 +198,7 @@ class WorkerProcesses:
     def _report_outdated(self, batches: int, key: str = "loader.num_workers") -> None:
         """Batches of the training may have been made from outdated data."""
         made = "1 batch was" if batches == 1 else f"{batches} batches were"
-        self._weaken(key, f"up to {made} loaded from data that has changed since", "changes-training")
+        self._live.weaken(key, f"up to {made} loaded from data that has changed since", "changes-training")
 
     def leave(self, key: str, why: str, outdated: int) -> None:
         """A feed or an engine has stopped loading ahead; `outdated` of its batches may have been made from old data."""
@@ -258,14 +259,14 @@ class WorkerProcesses:
         """Weaken the settings whose samples are now known to be rounded differently. Returns no evidence."""
         for each in self._rounding:
             if (note := each.describe()) is not None:
-                self._weaken(each.key, note)
+                self._live.weaken(each.key, note)
         return {}
 
     def count(self) -> Mapping[str, Any]:
         """Report the highest number of live workers so far (they exit after an epoch's last batch, which a feed fetches
         early), why there are fewer than planned, their CPUs, and the time lost."""
         if self._drew.value:
-            self._weaken("loader.num_workers", DREW)
+            self._live.weaken("loader.num_workers", DREW)
         self.note_rounding()
         iterators = list(loader_state.find_iterators(self.trainer))
         if (workers := loader_state.find_workers(self.trainer)) is not None:

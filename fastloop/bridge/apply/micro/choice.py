@@ -46,7 +46,7 @@ class PieceChoice:
     Args:
         micro: samples per piece, or a search that finds the number on the first window.
         rung: the rung that has this setting.
-        wants: what it wants.
+        wants: all wants of the plan for the train loader.
     """
 
     def __init__(

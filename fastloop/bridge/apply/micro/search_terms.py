@@ -36,7 +36,7 @@ def _make_search(
     """Make the search that finds the micro-batch on the first step.
 
     Args:
-        wants: what the rung that requests the search wants.
+        wants: all wants of the plan for the train loader.
         held: rungs that wait for the rehearsal.
     """
     quick = [step for step in held if is_quick(step)]
