@@ -97,13 +97,7 @@ class Applier:
             self.skip_all(f"this training could not be inspected: {describe(error)}")
             return
         self._site = LiveSite(
-            trainer,
-            strategy,
-            facts,
-            warn=self.warn,
-            say=self.say,
-            one_time=self.one_time,
-            scaler_state=self.scaler_state,
+            trainer, strategy, facts, self.scaler_state, warn=self.warn, say=self.say, one_time=self.one_time
         )
         self._site.graph_steps = self._graph_steps
         self._fallback = PrecisionFallback(

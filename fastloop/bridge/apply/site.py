@@ -22,10 +22,10 @@ class LiveSite:
     """The live objects that an action receives; see `fastloop.records.plan.Site`.
 
     Args:
+        scaler_state: the loss scaler's state in the checkpoint that the run resumes; None if there is none.
         warn: receives a line that the user must not miss.
         say: receives a line about progress.
         one_time: collects one-time costs, which belong to no step.
-        scaler_state: the loss scaler's state in the checkpoint that the run resumes.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class LiveSite:
         trainer: Any,
         strategy: Any,
         facts: Facts,
+        scaler_state: Mapping[str, Any] | None,
         *,
         warn: Callable[[str], None],
         say: Callable[[str], None],
         one_time: OneTime,
-        scaler_state: Mapping[str, Any] | None = None,
     ) -> None:
         self.trainer, self.strategy, self.facts, self.scaler_state = trainer, strategy, facts, scaler_state
         self.warn, self.say, self.one_time = warn, say, one_time

@@ -24,7 +24,7 @@ class Steps(torch.nn.Module):
 def site_of(module: Any) -> LiveSite:
     strategy = SimpleNamespace(lightning_module=module, root_device=torch.device("cpu"), optimizers=[])
     trainer = SimpleNamespace(state=SimpleNamespace(stage="train"))
-    return LiveSite(trainer, strategy, Facts(), warn=pytest.fail, say=pytest.fail, one_time=OneTime())
+    return LiveSite(trainer, strategy, Facts(), None, warn=pytest.fail, say=pytest.fail, one_time=OneTime())
 
 
 def test_notes_are_taken_inside_the_first_training_step_only() -> None:

@@ -273,25 +273,25 @@ class Rehearsal:
             is_costly=is_costly(step),
             first_call_s=first_s,
             is_cheaper=step not in self.steps,
-            rehearsed=Rehearsed(
-                deviation=largest,
-                eager_ms=self._budget.base_ms,
-                changed_ms=changed_ms,
-                of_batch=self._recorder.is_whole,
-            ),
+            rehearsed=self._describe(largest, changed_ms),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if is_costly(step) else None,
         )
 
     def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> RungOutcome:
         """Return the outcome of a slow rung that was played only once. Replays may still show it to be fast, if its
         results are right."""
-        result = Rehearsed(
-            deviation=seen.largest, eager_ms=self._budget.base_ms, changed_ms=ms, of_batch=self._recorder.is_whole
-        )
-        is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
         return RungOutcome(
-            rung=step.rung, fault=fault, is_lasting=False, on_modules=True, is_slower=is_right, rehearsed=result
+            rung=step.rung,
+            fault=fault,
+            is_lasting=False,
+            on_modules=True,
+            is_slower=judge.is_close(seen, find_precision(self.site.trainer, self.site.module)),
+            rehearsed=self._describe(seen.largest, ms),
         )
+
+    def _describe(self, deviation: float | None, changed_ms: float) -> Rehearsed:
+        base_ms, is_whole = self._budget.base_ms, self._recorder.is_whole
+        return Rehearsed(deviation=deviation, eager_ms=base_ms, changed_ms=changed_ms, of_batch=is_whole)
 
     def _try_without_others(self, step: Step, failed: RungOutcome, before: list[RungOutcome]) -> RungOutcome:
         """Retry a failed rung without each kept one in turn: two may fail only together; then the faster one stays."""

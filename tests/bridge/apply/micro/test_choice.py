@@ -49,7 +49,7 @@ class Ranks:
 def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[str]]) -> list[tuple[bool, int, Any]]:
     """For each window: whether it runs apart, in how many pieces, and the reason of the first that does."""
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=0), current_epoch=0)
-    site = LiveSite(trainer, ranks, Facts(), warn=str, say=str, one_time=OneTime())  # type: ignore[arg-type]
+    site = LiveSite(trainer, ranks, Facts(), None, warn=str, say=str, one_time=OneTime())  # type: ignore[arg-type]
     live = LivePlan(Ladder(), strict=False, refused={}, cheaper=set())
     made = PieceChoice(4, "batch", {}, site, live)
     made.windows.sampler = SimpleNamespace(window=2, sizes=deque([(2, 2)] * len(windows)))  # type: ignore[assignment]
