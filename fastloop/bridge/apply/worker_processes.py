@@ -102,7 +102,7 @@ class WorkerProcesses:
         compares = starts and not loader.num_workers and len(self._rounding) < _MOST_COMPARED
         twice = self._read_twice(loader, facts, compares) if self._keeps_theirs or starts else None
         epochs: Epochs = begin_unchanged
-        if settings.get("num_workers"):
+        if starts:
             epochs = self._try(loader, plan, settings, facts, twice)
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
@@ -147,13 +147,9 @@ class WorkerProcesses:
     def _begin_early(self, loader: Any, epochs: Epochs) -> Epochs:
         """Have an epoch's first batches made before it begins."""
         self._next = next_epoch = NextEpoch(
-            count_next=self._count_next_early, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
+            count_next=self._count_next, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
         )
-
-        def batches(loader: Any, begin: Callable[[], Any]) -> Any:
-            return epochs(loader, partial(next_epoch.begin, loader, begin))
-
-        return batches
+        return lambda loader, begin: epochs(loader, partial(next_epoch.begin, loader, begin))
 
     def _try(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts, twice: ReadTwice | None) -> Epochs:
         """Complete the settings of a loader that gets workers, which have to prove that they work."""
@@ -232,13 +228,11 @@ class WorkerProcesses:
         return Left(*(None if math.isinf(count) else int(count) for count in (min(in_epoch, in_run), in_run)))
 
     def _count_next(self) -> int | None:
-        """Batches that the Trainer will take after this epoch; None if unknown."""
+        """Batches after this epoch that its workers may make; None if unknown, 0 if they are restarted for the next."""
+        if self._fresh is not None and not self._fresh.may_keep():
+            return 0
         left = self._count_left()
         return None if left.in_run is None or left.in_epoch is None else left.in_run - left.in_epoch
-
-    def _count_next_early(self) -> int | None:
-        """The same, but 0 if the workers are restarted for the next epoch: they cannot make its batches early."""
-        return self._count_next() if self._fresh is None or self._fresh.may_keep() else 0
 
     def _count_draws(self) -> int | None:
         """Numbers that validation draws for its loaders before the next epoch; None if unknown."""
@@ -250,7 +244,7 @@ class WorkerProcesses:
         if (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch:
             return 0
         combined = getattr(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
-        counts = [None] if combined is None else list(map(_count_draws, combined.flattened))
+        counts = [None] if combined is None else list(map(_count_draws_of, combined.flattened))
         return None if None in counts else sum(filter(None, counts))
 
     # -- evidence -----------------------------------------------------------------------------------------------------
@@ -307,7 +301,7 @@ class WorkerProcesses:
         return {"epochs_ahead": self._next.used, "order_differed": self._next.is_wrong, "only_ahead": alone}
 
 
-def _count_draws(loader: Any) -> int | None:
+def _count_draws_of(loader: Any) -> int | None:
     """Numbers that a validation loader draws from torch's global stream when it begins: a seed for its workers, and one
     for its order. None if unknown."""
     if not isinstance(loader, DataLoader):
