@@ -142,7 +142,6 @@ def load(
     *,
     more: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    cwd: Path | None = None,
     suggested: Sequence[Kind] = ("recipes",),
 ) -> Config:
     """Read a configuration: defaults < its bases, left to right < the file itself < ``more`` < ``overrides``.
@@ -151,13 +150,12 @@ def load(
         conf: a path (contains ``/`` or ends in ``.yaml``) or a shipped name.
         more: patches, by path or shipped name; they have no ``base``.
         overrides: ``key=value`` arguments; one argument may hold several, separated by commas.
-        cwd: where relative paths start; default: the working directory.
         suggested: the kinds whose names may be suggested for a mistyped one.
 
     Raises:
         ConfigError: for any error, with file, line and full key.
     """
-    cwd = cwd or Path.cwd()
+    cwd = Path.cwd()
     files = read_file_layers(conf, cwd, suggested=suggested)
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
     recipe = _find_recipe_layer(files)

@@ -81,13 +81,14 @@ def test_shipped_names_and_the_recipe_behind_them(folder: Path, read: Read) -> N
 def test_the_configuration_of_a_run_is_called_like_its_recipe(folder: Path) -> None:
     for name, called in (("config.resolved", "resnet50"), ("mine", "mine")):
         (folder / f"{name}.yaml").write_text("base: resnet50\n")
-        assert load(f"{name}.yaml", cwd=folder).name == called
+        assert load(f"{name}.yaml").name == called
 
 
-def test_paths_start_at_the_given_folder(folder: Path) -> None:
+def test_paths_start_at_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "x y.yaml").write_text("run: {seed: 1}")
-    config = load("./x y.yaml", cwd=folder / "sub")
+    monkeypatch.chdir(folder / "sub")
+    config = load("./x y.yaml")
     assert (config.name, config.run.seed, origins(config)) == ("x-y", 1, {"run.seed": "x y.yaml:1"})
 
 
