@@ -132,7 +132,7 @@ class FastLoop(Callback):
         self._one_time = OneTime()
         self._hint: str | None = None
         """An explanation of the exception that ended the fit, see `explain_exception`."""
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
         self._stopped = self._training = self._first = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class FastLoop(Callback):
             self.plan = applier.plan
             return
         owner.fastloop = applier
-        self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
+        self._restore += [lambda: vars(owner).pop("fastloop", None), applier.undo]
 
     def _start_watch(self, trainer: Any) -> None:
         self._session = Session(

@@ -254,13 +254,13 @@ class Session:
         account = self.watch.marks.clock.account
         seen = (account.steps, account.samples, account.wall_s + account.once_s, account.wait_s)
         passed = (self._passed_steps, self._passed_samples, step_clock.now())
-        (last_account, *last), self._last_figures = self._last_figures, (account, seen, passed)
-        steps, samples, wall_s, wait_s = _subtract_before(
-            seen, last[0] if last_account is account else (0, 0, 0.0, 0.0)
-        )
+        last_account, last_seen, last_passed = self._last_figures
+        self._last_figures = account, seen, passed
+        before = last_seen if last_account is account else (0, 0, 0.0, 0.0)
+        steps, samples, wall_s, wait_s = _subtract_before(seen, before)
         waited = {"data_wait_pct": 100 * wait_s / wall_s} if steps > 0 and wall_s > 0 else {}
         if not waited:
-            steps, samples, wall_s = _subtract_before(passed, last[1] or passed)
+            steps, samples, wall_s = _subtract_before(passed, last_passed or passed)
         if steps <= 0 or wall_s <= 0:
             return {}
         world = self._ranks.world_size if self._ranks is not None else 1
