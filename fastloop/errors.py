@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ class FastLoopError(Exception):
         super().__init__(f"got {got}\n  why {why}\n  do  {do}")
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (_rebuild, (type(self), self.got, self.why, self.do, self.key))
+        return partial(type(self), got=self.got, why=self.why, do=self.do, key=self.key), ()
 
 
 class ConfigError(FastLoopError):
@@ -48,10 +49,6 @@ def require_positive(key: str, value: object, *, why: str, do: str) -> None:
     """
     if isinstance(value, (int, float)) and not value > 0:
         raise ConfigError(key=key, got=f"{key}={value}", why=why, do=do)
-
-
-def _rebuild(kind: type[FastLoopError], got: str, why: str, do: str, key: str | None) -> FastLoopError:
-    return kind(got=got, why=why, do=do, key=key)
 
 
 # -- errors that are raised while our code runs, but not by it ---------------------------------------------------------

@@ -48,7 +48,8 @@ class Ladder:
 
 @pytest.fixture(name="folder")
 def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory, and beside it a clone that ships a recipe, a ladder and a rung."""
+    """A working directory, and beside it a clone that ships a recipe, a ladder and a rung. Configurations have the
+    small ladder's rungs."""
     clone, here = tmp_path / "clone", tmp_path / "here"
     texts = {
         "recipes/resnet50": "recipe: {size: default}\nrun: {max_steps: 100}\ntrainer: {accumulate_grad_batches: 4}\n",
@@ -63,6 +64,7 @@ def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setattr("fastloop.config.shipped.__file__", str(clone / "fastloop" / "config" / "shipped.py"))
+    monkeypatch.setattr("fastloop.config.loading.import_ladder_class", lambda: Ladder)
     return here
 
 
@@ -75,6 +77,6 @@ def read_fixture(folder: Path) -> Read:
 
     def read(text: str, *overrides: str, more: tuple[str, ...] = ()) -> Config:
         (folder / "my.yaml").write_text(text, encoding="utf-8")
-        return load("my.yaml", more=more, overrides=overrides, ladder_class=Ladder)
+        return load("my.yaml", more=more, overrides=overrides)
 
     return read

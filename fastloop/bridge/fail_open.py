@@ -52,7 +52,7 @@ def fail_open(hook: Hook) -> Hook:
 
 
 @contextlib.contextmanager
-def deaf_to_workers() -> Iterator[None]:
+def ignoring_dead_workers() -> Iterator[None]:
     """Ignore the death of loader workers. A SIGTERM to the whole process group ends them as well, and once a training
     has ended, torch's SIGCHLD handler would only raise in the middle of the report."""
     handler = signal.getsignal(signal.SIGCHLD)

@@ -142,8 +142,6 @@ def load(
     *,
     more: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    cwd: Path | None = None,
-    ladder_class: type[Any] | None = None,
     suggested: Sequence[Kind] = ("recipes",),
 ) -> Config:
     """Read a configuration: defaults < its bases, left to right < the file itself < ``more`` < ``overrides``.
@@ -152,30 +150,27 @@ def load(
         conf: a path (contains ``/`` or ends in ``.yaml``) or a shipped name.
         more: patches, by path or shipped name; they have no ``base``.
         overrides: ``key=value`` arguments; one argument may hold several, separated by commas.
-        cwd: where relative paths start; default: the working directory.
-        ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
         suggested: the kinds whose names may be suggested for a mistyped one.
 
     Raises:
         ConfigError: for any error, with file, line and full key.
     """
-    cwd = cwd or Path.cwd()
+    cwd = Path.cwd()
     files = read_file_layers(conf, cwd, suggested=suggested)
     layers = [*files, *(read_patch_layer(text, cwd) for text in more), *override_layers(overrides)]
     recipe = _find_recipe_layer(files)
     named = recipe.path if recipe is not None and Path(conf).name == OF_RUN else None  # a run's own names none
-    config = _assemble(layers, make_safe_name((named or Path(conf)).stem), recipe, ladder_class)
+    config = _assemble(layers, make_safe_name((named or Path(conf)).stem), recipe)
     return dataclasses.replace(config, written=conf)
 
 
 def load_callback_config(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None, ladder_class: type[Any] | None = None
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> tuple[Config, tuple[str, ...]]:
     """Return the configuration of ``FastLoop(config)``, and the sections in it that a callback ignores.
 
     Args:
         config: None (defaults: only watch), a shipped name or a path, or a mapping shaped like the YAML.
-        ladder_class: the record of all rungs; default: `fastloop.ladder.Ladder`.
 
     Raises:
         ConfigError: as in `load`.
@@ -195,7 +190,7 @@ def load_callback_config(
         text = config if isinstance(config, str) else str(Path(config).absolute())
         name, layers = make_safe_name(Path(text).stem), read_file_layers(text, cwd)
     ignored = tuple(key for key in NOT_FOR_CALLBACKS if any(key in layer.marked.value for layer in layers))
-    return _assemble(layers, name, None, ladder_class, ignored), ignored
+    return _assemble(layers, name, None, ignored), ignored
 
 
 def require_recipe(config: Config) -> Path:
@@ -269,15 +264,9 @@ def list_changes(config: Config) -> dict[str, Any]:
     )
 
 
-def _assemble(
-    layers: Sequence[Layer],
-    name: str,
-    recipe: Layer | None,
-    ladder_class: type[Any] | None,
-    ignored: Sequence[str] = (),
-) -> Config:
+def _assemble(layers: Sequence[Layer], name: str, recipe: Layer | None, ignored: Sequence[str] = ()) -> Config:
     """Merge the layers onto the defaults, resolve, check, and build the records."""
-    rungs = ladder_class or _import_ladder_class()
+    rungs = import_ladder_class()
     secrets = [layer.marked.value for layer in layers]
     try:
         for layer in layers:
@@ -357,8 +346,9 @@ def _list_defaults(rungs: type[Any]) -> Leaves:
     return {path: Leaf(value, DEFAULT) for path, value in flatten(to_plain_values(values))}
 
 
-def _import_ladder_class() -> type[Any]:
-    from fastloop.ladder import Ladder  # here, so that a configuration can be read against another ladder
+def import_ladder_class() -> type[Any]:
+    """Import the record of all rungs, which takes longer than the rest of loading."""
+    from fastloop.ladder import Ladder
 
     return Ladder
 

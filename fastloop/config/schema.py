@@ -36,15 +36,7 @@ _NAMES: Mapping[Any, str] = {
     types.NoneType: "null",
 }
 _PLURALS: Mapping[Any, str] = {bool: "booleans", int: "integers", float: "numbers", str: "texts"}
-_IS: Mapping[type, str] = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a float",
-    str: "text",
-    types.NoneType: "no value",
-    list: "a list",
-    dict: "a mapping",
-}
+_IS: Mapping[type, str] = {**_NAMES, bool: "a boolean", float: "a float", types.NoneType: "no value"}
 _TRUE = ("yes", "y", "on", "true", "1")
 _FALSE = ("no", "n", "off", "false", "0")
 

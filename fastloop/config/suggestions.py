@@ -20,9 +20,6 @@ def find_nearest(written: str, known: Iterable[str]) -> str | None:
     names = {name.lower(): name for name in known}
     word = written.lower()
     near = difflib.get_close_matches(word, names, n=1, cutoff=ALIKE)
-    near += [name for name in names if min(len(name), len(word)) >= LEAST and _begins_other(name, word)]
+    long = [name for name in names if min(len(name), len(word)) >= LEAST]
+    near += [name for name in long if name.startswith(word) or word.startswith(name)]
     return names[near[0]] if near else None
-
-
-def _begins_other(first: str, second: str) -> bool:
-    return first.startswith(second) or second.startswith(first)

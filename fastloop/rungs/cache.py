@@ -117,13 +117,12 @@ class Cache:
             engines = ("loader.engine", "evaluation.engine")
             may_want = {"device": engines, "auto": (*engines, "dataset.cache")}
             return Change(waits_for="the train loader", may_want=may_want.get(self.store, ("dataset.cache",)))
-        most = None if self.size_gb == "auto" else int(self.size_gb * 1e9)
         if facts.evaluates:
-            return self._plan_validation(facts, most)
+            return self._plan_validation(facts)
         if isinstance(facts.loader.rows, RowFacts) and self.store in ("auto", "device"):
-            return plan_rows(facts, facts.loader, most, share=self._find_row_share())
+            return plan_rows(facts, facts.loader, self._most_bytes, share=self._find_row_share())
         if self.store == "device" or self._suits_device(facts, facts.loader):
-            return plan_on_device(facts, facts.loader, most)
+            return plan_on_device(facts, facts.loader, self._most_bytes)
         prefix = self._find_prefix(facts.loader)
         draws = count_draws(facts.loader, facts)
         if self.store in ("auto", "shm") and draws is not None and draws <= prefix.samples:
@@ -148,18 +147,13 @@ class Cache:
         faster than anything else decodes them."""
         return facts.loader is not None and not facts.evaluates and self._suits_device(facts, facts.loader)
 
-    def _plan_validation(self, facts: Facts, most_bytes: int | None) -> Change:
+    def _plan_validation(self, facts: Facts) -> Change:
         """Pick rows at once for validation too; other validation loaders do not change."""
         assert facts.loader is not None
         if not isinstance(facts.loader.rows, RowFacts) or explain_no_rows(facts, facts.loader) is not None:
             return Change()
-        return Change(
-            wants={
-                "evaluation.engine": plan_rows(facts, facts.loader, most_bytes, share=self._find_row_share()).wants[
-                    "loader.engine"
-                ]
-            }
-        )
+        planned = plan_rows(facts, facts.loader, self._most_bytes, share=self._find_row_share())
+        return Change(wants={"evaluation.engine": planned.wants["loader.engine"]})
 
     def without_engine(self) -> Cache | None:
         """Return what `auto` chooses if the device cannot keep the pictures; None if the store is not `auto`."""
@@ -177,6 +171,10 @@ class Cache:
             isinstance(step, RandomResizedCrop) for step in loader.images.steps
         )
         return not resizes and need is not None and need <= LITTLE_BYTES
+
+    @property
+    def _most_bytes(self) -> int | None:
+        return None if self.size_gb == "auto" else int(self.size_gb * 1e9)
 
     def _find_row_share(self) -> float:
         """Share of the device's free memory that rows may take if no size is set."""
@@ -202,7 +200,7 @@ class Cache:
         self, loader: LoaderFacts, prefix: PrefixFacts, facts: Facts
     ) -> tuple[Literal["shm", "disk", "redis"], int | None]:
         """Choose the store, and its size in bytes."""
-        need, size = _need(prefix), None if self.size_gb == "auto" else int(self.size_gb * 1e9)
+        need, size = _need(prefix), self._most_bytes
         workers = loader.num_workers + facts.validation_workers
         room = _measure_room(facts, leaves_batches=workers > 0 and size is None)
         most = {store: free if size is None else min(size, free) for store, free in room.items()}
@@ -235,17 +233,15 @@ class Cache:
         hits, misses = found.get("hits", 0), found.get("misses", 0)
         if not hits + misses:
             return Verdict(took=False, why="no sample was requested")
-        kept = (
-            "" if found.get("kept_bytes") is None else f"; {format_bytes(found['kept_bytes'])} kept in {found['store']}"
-        )
+        size = found.get("kept_bytes")
+        kept = "" if size is None else f"; {format_bytes(size)} kept in {found['store']}"
         if changed := found.get("changed"):
             kept = f"; your dataset changed in training, so {say_count(changed, 'sample')} bypassed the store{kept}"
         if not hits:
             could = "could be stored, a warning says why" if found.get("not_kept") == misses else "was in the store yet"
             return Verdict(took=False, why=f"none of {misses:,} samples {could}{kept}")
-        return Verdict(
-            took=True, why=f"hit rate {hits / (hits + misses):.0%}: {hits:,} of {hits + misses:,} samples{kept}"
-        )
+        total = hits + misses
+        return Verdict(took=True, why=f"hit rate {hits / total:.0%}: {hits:,} of {total:,} samples{kept}")
 
 
 def _need(prefix: PrefixFacts) -> int | None:

@@ -158,8 +158,8 @@ class Dali:
 
     @staticmethod
     def _tries_other(facts: Facts) -> bool:
-        """Whether the run is long enough to try the other decoder. After each reload of the loader, it would begin
-        anew."""
+        """Whether the run is long enough to try the other decoder. Each reload of the loader would start the trial
+        again."""
         steps = count_steps(facts)
         long = steps is None or steps >= LEAST_STEPS
         return long and facts.weighs_costs and not facts.evaluates and not facts.reload_every_n_epochs

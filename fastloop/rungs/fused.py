@@ -53,14 +53,13 @@ class Fused:
         if "groups" not in evidence:
             return Verdict(took=None, why="no optimizer was seen")
         groups = f"{evidence['fused_groups']} of {evidence['groups']} parameter groups"
-        why = f"{groups} fused, {say_count(evidence['steps'], 'optimizer step')} ran this way"
+        steps = evidence["steps"]
+        why = f"{groups} fused, {say_count(steps, 'optimizer step')} ran this way"
         if evidence.get("made_anew"):
-            why = (
-                f"{evidence['steps']} steps were fused, then your code recreated the optimizers: {groups} are fused now"
-            )
+            why = f"{steps} steps were fused, then your code recreated the optimizers: {groups} are fused now"
         if unfused := evidence.get("unfused"):
             why += f"; torch's usual update took over: {unfused}"
-        return Verdict(took=evidence["fused_groups"] == evidence["groups"] and evidence["steps"] > 0, why=why)
+        return Verdict(took=evidence["fused_groups"] == evidence["groups"] and steps > 0, why=why)
 
 
 def _refuse(optimizer: Any, site: Site) -> None:

@@ -76,20 +76,13 @@ class Layout:
         """The rung took effect if the weights have channels-last strides; also reports the converted batches."""
         evidence = seen.evidence.get("layout", {})
         right, total = evidence.get("channels_last_convs"), evidence.get("convs")
-        batches = evidence.get("converted_batches", 0)
         if right is None:
             return Verdict(took=None, why="the model was not inspected")
+        batches = evidence.get("converted_batches", 0)
+        took, weights = right > 0, f"{right} of {total} convolutions hold channels-last weights"
         if not total:
-            return Verdict(
-                took=batches > 0,
-                why="the weights are the same in both layouts (1x1 or depthwise kernels);"
-                f" {say_count(batches, 'batch')} channels-last",
-            )
-        return Verdict(
-            took=right > 0,
-            why=f"{right} of {total} convolutions hold channels-last weights;"
-            f" {say_count(batches, 'batch')} channels-last",
-        )
+            took, weights = batches > 0, "the weights are the same in both layouts (1x1 or depthwise kernels)"
+        return Verdict(took=took, why=f"{weights}; {say_count(batches, 'batch')} channels-last")
 
 
 def _list_kernels(model: Any) -> Iterator[tuple[str, Any]]:

@@ -104,18 +104,13 @@ class Loss:
         if evidence["failure"]:
             return Verdict(took=False, why=f"PyTorch's own cross_entropy runs: {evidence['failure']}")
         if not evidence["calls"] and not evidence["padded"]:
-            none = (
-                "none was called through torch.nn.functional outside compiled modules, and none inside them could be"
-                " padded"
-            )
-            return Verdict(
-                took=False, why=f"no cross_entropy over a large vocabulary ran: {evidence['passed'] or none}"
-            )
+            outside = "none was called through torch.nn.functional outside compiled modules"
+            why_not = evidence["passed"] or f"{outside}, and none inside them could be padded"
+            return Verdict(took=False, why=f"no cross_entropy over a large vocabulary ran: {why_not}")
         why = [f"{evidence['padded']} losses padded in compiled graphs"] if evidence["padded"] else []
         if calls := evidence["calls"]:
-            apart = f", their gradient in rows of {row:,}" if (row := evidence["row"]) > evidence["classes"] else ""
-            why.append(
-                f"{calls} losses over {evidence['classes']:,} classes read and wrote the logits once each{apart}"
-            )
+            classes, row = evidence["classes"], evidence["row"]
+            apart = f", their gradient in rows of {row:,}" if row > classes else ""
+            why.append(f"{calls} losses over {classes:,} classes read and wrote the logits once each{apart}")
             why.append(f"the first deviated by {evidence['deviation']:.1g}")
         return Verdict(took=True, why="; ".join(why))

@@ -101,10 +101,8 @@ def _replace_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
     count = min(most, MOST_GROWN, math.ceil(own * step_ms / max(step_ms - wait_ms, step_ms / most)))
     if count < MORE_WORTH * own:
         return None
-    return {
-        "enabled": True,
-        "count": count,
-    }, f"{count} workers instead of {own}: {loader['usable_cpus']} CPUs are usable"
+    why = f"{count} workers instead of {own}: {loader['usable_cpus']} CPUs are usable"
+    return {"enabled": True, "count": count}, why
 
 
 def _keep_for_validation(seen: Measurement) -> tuple[dict[str, Any], str] | None:
@@ -224,11 +222,8 @@ class Workers:
         refuse_other_order(loader, facts, "workers")
         notes += (drawn := describe_sampler_draws(loader))
         if replaces and is_cut_short(loader, facts):
-            drawn = (
-                *drawn,
-                "the sampler is read further past limit_train_batches, so its next epoch may differ",
-            )
-            notes.append(drawn[-1])
+            drawn = ("the sampler is read further past limit_train_batches, so its next epoch may differ", *drawn)
+            notes.append(drawn[0])
         differences = _list_differences(loader, "a run with yours" if replaces else "a run without workers")
         parity: Parity = "approximate" if differences or drawn else "exact"
         notes += differences

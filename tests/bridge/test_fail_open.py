@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data._utils import signal_handling
 
-from fastloop.bridge.fail_open import deaf_to_workers, fail_open, is_disabled
+from fastloop.bridge.fail_open import fail_open, ignoring_dead_workers, is_disabled
 from fastloop.errors import ConfigError, FastLoopError
 
 
@@ -140,11 +140,14 @@ def test_the_death_of_a_worker_in_our_hook_is_torchs_to_tell(monkeypatch: pytest
     assert owner.why == []
 
 
-@pytest.mark.parametrize("is_deaf", [True, False], ids=["deaf", "control"])
-def test_workers_that_die_do_not_end_a_report(is_deaf: bool) -> None:
+@pytest.mark.parametrize("ignores", [True, False], ids=["ignored", "control"])
+def test_workers_that_die_do_not_end_a_report(ignores: bool) -> None:
     before = signal.signal(signal.SIGCHLD, raise_own)
     try:
-        with pytest.raises(Own) if not is_deaf else nullcontext(), deaf_to_workers() if is_deaf else nullcontext():
+        with (
+            pytest.raises(Own) if not ignores else nullcontext(),
+            ignoring_dead_workers() if ignores else nullcontext(),
+        ):
             os.kill(os.getpid(), signal.SIGCHLD)
         assert signal.getsignal(signal.SIGCHLD) is raise_own, "put back"
     finally:

@@ -55,7 +55,7 @@ class TestShowAndDiff:
         assert diff(read("rungs: {overlap: {ratio: 2}}"), read("rungs: {overlap: {ratio: 2.0}}")) == []
 
     def test_changed_is_what_lies_on_top_of_the_recipe(self, read: Read) -> None:
-        assert list_changes(load("resnet50", ladder_class=Ladder)) == {}
+        assert list_changes(load("resnet50")) == {}
         assert list_changes(read("base: resnet50\nrun: {seed: 0}", "trainer.api_key=hunter2", more=("amp",))) == {
             "run": {"seed": 0},
             "trainer": {"api_key": "***"},
@@ -69,7 +69,7 @@ def test_what_is_written_is_read_back_as_the_same_values(folder: Path, read: Rea
         "trainer: {limit_train_batches: 1.0}\nwatch: {usd_per_gpu_hour: 1e-5}\nrungs: {amp: {enabled: true}}"
     )
     (folder / "config.resolved.yaml").write_text(to_yaml(config), encoding="utf-8")
-    again = load("config.resolved.yaml", ladder_class=Ladder)
+    again = load("config.resolved.yaml")
     assert again.values == config.values
     assert again.ladder == config.ladder
     assert again.recipe["b"] == "${x}"
@@ -132,27 +132,25 @@ class TestSecrets:
 
 class TestFromCallback:
     def test_none_is_all_defaults(self, folder: Path) -> None:
-        config, ignored = load_callback_config(None, Ladder)
+        config, ignored = load_callback_config(None)
         assert (config.ladder, config.watch, ignored) == (Ladder(), WatchSettings(), ())
 
     def test_a_name_a_path_and_a_dict(self, folder: Path) -> None:
         (folder / "my.yaml").write_text("rungs:\n  workers: {enabled: true}")
         for given in ("safe", "my.yaml", Path("my.yaml"), {"rungs": {"workers": {"enabled": True}}}, {"base": "safe"}):
-            config, ignored = load_callback_config(given, Ladder)  # type: ignore[arg-type]
+            config, ignored = load_callback_config(given)  # type: ignore[arg-type]
             assert config.ladder == Ladder(workers=Workers(enabled=True))
             assert ignored == ()
 
     def test_sections_of_a_run_are_ignored_and_named(self, folder: Path) -> None:
         given = {"run": {"no": "check"}, "trainer": {"devices": 3}, "recipe": 5, "strict": True}
-        config, ignored = load_callback_config(given, Ladder)
+        config, ignored = load_callback_config(given)
         assert ignored == ("recipe", "run", "trainer")
         assert (config.run, config.trainer, config.recipe, config.strict) == (RunSettings(), {}, {}, True)
-        assert load_callback_config("resnet50", Ladder)[1] == ("recipe", "run", "trainer")
+        assert load_callback_config("resnet50")[1] == ("recipe", "run", "trainer")
 
     def test_ignored_sections_can_still_be_referred_to(self, folder: Path) -> None:
-        config, ignored = load_callback_config(
-            {"run": {"seed": 7}, "rungs": {"overlap": {"cap_mb": "${run.seed}"}}}, Ladder
-        )
+        config, ignored = load_callback_config({"run": {"seed": 7}, "rungs": {"overlap": {"cap_mb": "${run.seed}"}}})
         assert config.ladder.overlap.cap_mb == 7  # type: ignore[attr-defined]
         assert (config.run.seed, ignored) == (0, ("run",))
 
@@ -167,5 +165,5 @@ class TestFromCallback:
     )
     def test_faults_in_a_dict(self, folder: Path, given: Any, got: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            load_callback_config(given, Ladder)
+            load_callback_config(given)
         assert caught.value.got == got

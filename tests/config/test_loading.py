@@ -60,7 +60,7 @@ def test_precedence_from_defaults_to_the_command_line(folder: Path, read: Read) 
 
 
 def test_shipped_names_and_the_recipe_behind_them(folder: Path, read: Read) -> None:
-    config = load("resnet50", more=["safe", "amp"], ladder_class=Ladder)
+    config = load("resnet50", more=["safe", "amp"])
     assert config.name == "resnet50"
     assert config.recipe_file == folder.parent / "clone" / "recipes" / "resnet50.py"
     assert config.ladder == Ladder(workers=Workers(enabled=True), amp=Amp(enabled=True))
@@ -81,13 +81,14 @@ def test_shipped_names_and_the_recipe_behind_them(folder: Path, read: Read) -> N
 def test_the_configuration_of_a_run_is_called_like_its_recipe(folder: Path) -> None:
     for name, called in (("config.resolved", "resnet50"), ("mine", "mine")):
         (folder / f"{name}.yaml").write_text("base: resnet50\n")
-        assert load(f"{name}.yaml", cwd=folder, ladder_class=Ladder).name == called
+        assert load(f"{name}.yaml").name == called
 
 
-def test_paths_start_at_the_given_folder(folder: Path) -> None:
+def test_paths_start_at_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "x y.yaml").write_text("run: {seed: 1}")
-    config = load("./x y.yaml", cwd=folder / "sub", ladder_class=Ladder)
+    monkeypatch.chdir(folder / "sub")
+    config = load("./x y.yaml")
     assert (config.name, config.run.seed, origins(config)) == ("x-y", 1, {"run.seed": "x y.yaml:1"})
 
 
@@ -250,13 +251,13 @@ def test_precision_is_free_while_amp_is_off(read: Read) -> None:
 def test_unknown_configurations(folder: Path, conf: str, why: str, do: str) -> None:
     for arguments in ({"conf": conf}, {"conf": "resnet50", "more": [conf]}):
         with pytest.raises(ConfigError) as caught:
-            load(**arguments, ladder_class=Ladder)  # type: ignore[arg-type]
+            load(**arguments)  # type: ignore[arg-type]
         assert caught.value.got == repr(conf)
         assert why in caught.value.why
         assert do in caught.value.do
 
 
-def test_the_real_ladder_is_the_default(folder: Path) -> None:
+def test_the_real_ladder_is_read() -> None:
     from fastloop.ladder import Ladder as RealLadder
 
     assert load_callback_config(None)[0].ladder == RealLadder()

@@ -22,9 +22,9 @@ from fastloop.bridge.apply.precision_fallback import PrecisionFallback
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle, Rehearsal
 from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
-from fastloop.bridge.apply.rehearse.tries import RungTrials
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
+from fastloop.bridge.apply.tries import RungTrials
 from fastloop.bridge.apply.validation_loaders import Validation
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import FastLoopError, describe
@@ -96,7 +96,9 @@ class Applier:
         except Exception as error:
             self.skip_all(f"this training could not be inspected: {describe(error)}")
             return
-        self._site = LiveSite(trainer, strategy, facts, self.scaler_state)
+        self._site = LiveSite(
+            trainer, strategy, facts, self.scaler_state, warn=self.warn, say=self.say, one_time=self.one_time
+        )
         self._site.graph_steps = self._graph_steps
         self._fallback = PrecisionFallback(
             trainer, self._live, is_on=self._changes.holds, give_up=self._give_up_precision
@@ -108,7 +110,7 @@ class Applier:
         self._live.begin(
             planned, (step.rung for step in planned.planned if rehearses and step.change.rehearse is not None)
         )
-        self.validation = Validation(self._site, self._live, self._changes, say=self.say, warn=self.warn)
+        self.validation = Validation(self._site, self._live, self._changes)
         self._live.check_strict()
         self._run("model")
 
@@ -145,13 +147,10 @@ class Applier:
             if self.loaders is None:
                 self.loaders = TrainLoaders(
                     site,
+                    self._live,
                     place=self.place,
                     undo=self._undo_setting,
                     give_up=self._give_up,
-                    weaken=self._live.weaken,
-                    warn=self.warn,
-                    say=self.say,
-                    one_time=self.one_time,
                     by_ladder=self.terms.by_ladder if self.terms else (),
                 )
             return self._change_loader(self.loaders, loader, site)
@@ -181,9 +180,7 @@ class Applier:
                 Rehearsal(self._site, self._live.held_steps, self.terms.of_run(self._site.trainer), self._handle),
                 pause=self._undo_but_keep_evidence,
                 record_outcomes=self._record_outcomes,
-                one_time=self.one_time,
-                warn=self.warn,
-                recorder=self.graphs,
+                graphs=self.graphs,
                 may_grow=lambda: self.micro is not None and self.micro.choice.may_grow,
             )
 
@@ -221,7 +218,7 @@ class Applier:
         return self._site.staging.finish(batch, partial(move, batch), dataloader_idx)
 
     def find_whole(self, batch: Any) -> tuple[Any, float]:
-        """The batch, or all of a window of which Lightning sees only one; and its share of a full window."""
+        """The batch, or the whole window if Lightning sees only one batch of it; and its share of a full window."""
         return (batch, 1.0) if self.micro is None else self.micro.windows.find_whole(batch)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +239,7 @@ class Applier:
         if self.micro is None or not args:
             return self.run_step(whole, *args, **kwargs)
         run, run_whole = (partial(self.run_step, each, **kwargs) for each in (step, whole))
-        return self.micro.run(site.strategy, site.trainer, run, args[0], args[1:], run_whole)
+        return self.micro.run(run, run_whole, args[0], args[1:])
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of any stage, and repeat it without lower precision if that made it fail."""
@@ -312,7 +309,7 @@ class Applier:
         with leaves_on_sigterm(site.trainer):
             changed = loaders.check_engines(loader, self._live.plan_loader(facts), plan_anew)
         if self.micro is None and changed.wants.get("step.micro_batch"):
-            choice = make_choice(site, changed, self._live, self._handle, warn=self.warn, one_time=self.one_time)
+            choice = make_choice(site, changed, self._live, self._handle)
             self.micro = MicroBatches(choice)
             self._changes.add(choice.rung, Applied(undo=lambda: None, probe=choice.evidence))
         result = loaders.change(loader, changed, facts)
@@ -326,7 +323,6 @@ class Applier:
             apply=self._apply_step,
             unapply=lambda step: self._changes.undo(step.rung),
             settings=partial(getattr, self.ladder),
-            say=self.say,
         )
 
     def _give_up(self, key: str, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
@@ -360,7 +356,6 @@ class Applier:
             asked=asked,
             terms=self.terms,
             is_ready=lambda: self.rung_trials is None or self.rung_trials.eager_trials_are_over,
-            one_time=self.one_time,
         )
 
         def undo() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.bridge.apply.rehearse.ranks import gather_first
 from fastloop.errors import ConfigError, describe
 from fastloop.judge.rehearsal import RungOutcome
 from fastloop.ladder import Ladder, plan
@@ -77,7 +77,7 @@ class LivePlan:
         self.ladder = dataclasses.replace(self.ladder, **{rung: other})
         self._no_engine[rung] = why
         if not is_used and (step := self.plan.step(rung)) is not None:
-            self.replace(step, dataclasses.replace(step, status="waiting"))
+            self._replace(step, status="waiting")
         return True
 
     def give_up(self, step: Step, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
@@ -90,21 +90,15 @@ class LivePlan:
         """If a rung that sets `key`, or has set it for some steps, was planned as closer to a plain run than `parity`,
         give it that class, and this note."""
         for step in self.plan.steps:
-            is_used = step.status == "planned" or step.has_acted
-            if (
-                is_used
-                and key in step.change.wants
-                and PARITY_ORDER.index(step.change.parity) < PARITY_ORDER.index(parity)
-            ):
+            has_set = key in step.change.wants and (step.status == "planned" or step.has_acted)
+            if has_set and PARITY_ORDER.index(step.change.parity) < PARITY_ORDER.index(parity):
                 change = dataclasses.replace(step.change, parity=parity, notes=(*step.change.notes, note))
-                self.replace(step, dataclasses.replace(step, change=change))
+                self._replace(step, change=change)
 
     def take_cheaper(self, step: Step) -> Step:
         """Plan the rung's cheaper variant from now on, in later stages too; returns the new step."""
         self.cheaper.add(step.rung)
-        new = dataclasses.replace(step, change=step.change.cheaper or step.change)
-        self.replace(step, new)
-        return new
+        return self._replace(step, change=step.change.cheaper or step.change)
 
     def skip_all(self, reason: str) -> None:
         """Skip every rung, for one reason."""
@@ -114,7 +108,7 @@ class LivePlan:
 
     def skip(self, step: Step, reason: str, *, is_refusal: bool = True, has_acted: bool = False) -> None:
         """Leave a rung out; under ``strict`` that is an error, unless the rung is merely not worth it."""
-        self.replace(step, dataclasses.replace(step, status="skipped", reason=reason, has_acted=has_acted))
+        self._replace(step, status="skipped", reason=reason, has_acted=has_acted)
         if not is_refusal:
             self._spared.add(step.rung)
         self.check_strict()
@@ -125,38 +119,39 @@ class LivePlan:
         for outcome in outcomes:
             step = next(each for each in self.plan.steps if each.rung == outcome.rung)
             step = self.take_cheaper(step) if outcome.is_cheaper and outcome.fault is None else step
-            tried = dataclasses.replace(
+            tried = self._replace(
                 step, rehearsed=outcome.rehearsed, pays_back_after_steps=outcome.pays_back_after_steps
             )
             if outcome.fault is None:
                 self.refused.pop(step.rung, None)
-                self.replace(step, dataclasses.replace(tried, status="planned", reason=None))
+                self._replace(tried, status="planned", reason=None)
             else:
                 self.refused[step.rung] = outcome.fault
-                self.replace(step, tried)
-                has_acted = step.rung not in held
-                self.skip(tried, outcome.fault, is_refusal=outcome.is_lasting, has_acted=has_acted)
+                self.skip(tried, outcome.fault, is_refusal=outcome.is_lasting, has_acted=step.rung not in held)
 
     def check_optimizers(self, site: Any, undo: Callable[[str], None]) -> None:
         """Leave out rungs that cannot work with the optimizers of this fit, and `undo` what they have changed."""
         for step in self.plan.planned:
-            if step.change.check is not None:
-                every = gather(site.trainer, _explain_refusal(step.change.check, site))
-                if (why := next((each for each in every if each is not None), None)) is not None:
-                    undo(step.rung)
-                    self.held -= {step.rung}
-                    self.refused[step.rung] = why
-                    self.skip(step, why)
+            if step.change.check is None:
+                continue
+            if (why := gather_first(site.trainer, _explain_refusal(step.change.check, site))) is not None:
+                undo(step.rung)
+                self.held -= {step.rung}
+                self.refused[step.rung] = why
+                self.skip(step, why)
 
     def skip_held(self, reason: str) -> None:
         """Leave out all rungs that still wait for the rehearsal; not an error under ``strict``."""
         self.refused.update(dict.fromkeys(self.held, reason))
         for step in self.held_steps:
-            self.replace(step, dataclasses.replace(step, status="skipped", reason=reason))
+            self._replace(step, status="skipped", reason=reason)
         self.held = frozenset()
 
-    def replace(self, old: Step, new: Step) -> None:
-        self.plan = Plan(steps=tuple(new if step is old else step for step in self.plan.steps))
+    def _replace(self, step: Step, **changes: Any) -> Step:
+        """Change fields of a step of the plan; returns the new step."""
+        new = dataclasses.replace(step, **changes)
+        self.plan = Plan(steps=tuple(new if each is step else each for each in self.plan.steps))
+        return new
 
     @property
     def held_steps(self) -> list[Step]:

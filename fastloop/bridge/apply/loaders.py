@@ -13,13 +13,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.sampler import BatchSampler
 
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.micro.accumulation import Merge
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.apply.worker_processes import MOST_WORKERS, NEXT_EPOCH, WorkerProcesses
+from fastloop.bridge.attributes import set_attribute
 from fastloop.bridge.place.keeping import PlaceKeeper
 from fastloop.errors import NotApplicable, describe
-from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.lazy_loader import (
     LazyLoader,
     begin_unchanged,
@@ -50,30 +50,21 @@ class TrainLoaders:
         undo: receives a setting's key and the function that reverts its change.
         give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
             if it could apply but is not worth it.
-        warn: receives a line that the user must not miss.
-        say: receives a line about progress.
-        weaken: receives the key of a planned setting that turned out not to be exact, the reason, and the class if it
-            is not `approximate`.
-        one_time: collects one-time costs, which belong to no step.
         by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
     def __init__(
         self,
         site: LiveSite,
+        live: LivePlan,
         *,
         place: PlaceKeeper,
         undo: Callable[[str, Undo], None],
         give_up: Callable[..., None],
-        warn: Callable[[str], None],
-        say: Callable[[str], None],
-        weaken: Callable[..., None],
-        one_time: OneTime,
-        by_ladder: Collection[str] = (),
+        by_ladder: Collection[str],
     ) -> None:
         self.trainer, self.staging, self._undo, self._give_up = site.trainer, site.staging, undo, give_up
-        self._warn, self._say, self.place = warn, say, place
-        self._one_time = one_time
+        self._site, self.place = site, place
         self._merge: Merge | None = None
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._before_reload: dict[int, Any] = {}
@@ -83,13 +74,7 @@ class TrainLoaders:
         self._checked: Mapping[str, Any] = {}
         """Result of an engine's check."""
         self._workers = WorkerProcesses(
-            site.trainer,
-            give_up=give_up,
-            weaken=weaken,
-            warn=warn,
-            say=say,
-            is_training=is_called_by_fetcher,
-            by_ladder=by_ladder,
+            site, live, give_up=give_up, is_training=is_called_by_fetcher, by_ladder=by_ladder
         )
         self._leaves = 0
         self._find_fetcher: Callable[[], Any] = lambda: None
@@ -133,12 +118,14 @@ class TrainLoaders:
         engine = self._make_engine(changed, loader, plan)
         if getattr(engine, "has_one_thread_each", False):
             self._workers.compare_rounding("loader.engine", loader, facts)
-        keeps_iterator = bool(getattr(loader, "persistent_workers", False))
         has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
-
-        def starts_at_once() -> bool:
-            return has_workers and not self.trainer.fit_loop.restarting
-
+        start: dict[str, Any] = {
+            "keeps_iterator": bool(getattr(loader, "persistent_workers", False)),
+            "epochs": epochs,
+            "engine": engine,
+            "at_once": lambda: has_workers and not self.trainer.fit_loop.restarting,
+        }
+        is_replaced = epochs is not begin_unchanged or engine is not None or base is not loader
         if (depth := plan.wants.get("feed.depth")) is not None and not (self._leaves > 1 and facts.transfer_hooks):
             self._undo("feed.depth", self.staging.take_over_first_hook(lambda: self.staging.is_ahead))
             changed = self.staging.feed(
@@ -147,20 +134,10 @@ class TrainLoaders:
                 count=asked if bounded is None else lambda: None,  # else the bounded sampler ends the epoch
                 watch=watch_loader(changed, loader),
                 step_down=partial(self._workers.leave, "feed.depth"),
-                keeps_iterator=keeps_iterator,
-                epochs=epochs,
-                engine=engine,
-                at_once=starts_at_once,
+                **start,
             )
-        elif (
-            epochs is not begin_unchanged
-            or engine is not None
-            or base is not loader
-            or "persistent_workers" in settings
-        ):
-            changed = LazyLoader(
-                changed, keeps_iterator=keeps_iterator, epochs=epochs, engine=engine, at_once=starts_at_once
-            )
+        elif is_replaced or "persistent_workers" in settings:
+            changed = LazyLoader(changed, **start)
         if changed is not loader:
             self._originals[id(changed)] = (changed, loader)
         return changed
@@ -228,7 +205,7 @@ class TrainLoaders:
         if not hasattr(engine, "check"):
             return None
         try:
-            self._checked = engine.check(self.find_original(loader), self._say)
+            self._checked = engine.check(self.find_original(loader), self._site.say)
         except Exception as error:  # from the user's dataset, which the check uses in an unusual way
             return describe(error)
         return None
@@ -243,13 +220,13 @@ class TrainLoaders:
             settings["dataset"] = want.wrap(settings.get("dataset", loader.dataset))
         except NotApplicable as reason:
             if finishes:  # loading batches ahead is worth it without that
-                self._warn(f"images are sent as floats: {reason}")
+                self._site.warn(f"images are sent as floats: {reason}")
             else:
                 self._give_up(key, str(reason))
         else:
             self._keep(key, want)
             if hasattr(want, "read_fill_s"):
-                self._one_time.follow(CACHE_FILL, want.read_fill_s)
+                self._site.one_time.follow(CACHE_FILL, want.read_fill_s)
             self.staging.to_floats = want.finish if finishes else self.staging.to_floats
 
     def _keep(self, key: str, made: Any) -> Any:

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply.live_plan import LivePlan
-from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import StateSnapshot, keep_random_streams
+from fastloop.bridge.attributes import attribute
 from fastloop.errors import FastLoopError, describe, let_through
 from fastloop.feeds.batch_tree import iterate_tensors
 from fastloop.feeds.lower_precision import WideOutputs

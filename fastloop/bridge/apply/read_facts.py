@@ -76,7 +76,7 @@ def read_run_facts(trainer: Any, strategy: Any) -> Facts:
         uses_grads=tuple(list_gradient_users([*module.modules(), *trainer.callbacks])) if _is_ddp(strategy) else (),
         user_comm_hook=getattr(strategy, "_ddp_comm_hook", None) is not None,
         static_graph=bool(getattr(strategy, "_ddp_kwargs", {}).get("static_graph")),
-        plain_gradients=_is_ddp(strategy) or isinstance(strategy, _load_single_device(strategy)),
+        plain_gradients=_has_plain_gradients(strategy),
         precision=str(strategy.precision_plugin.precision),
         own_precision=_is_chosen(strategy.precision_plugin),
         accumulate=trainer.accumulate_grad_batches,
@@ -149,8 +149,10 @@ def _is_chosen(precision: Any) -> bool:
     return type(precision).__name__ not in ("Precision", "FSDPPrecision") or precision.precision != "32-true"
 
 
-def _load_single_device(strategy: Any) -> type:
-    return namespaces.load(namespaces.find_namespace(strategy), "strategies.SingleDeviceStrategy")  # type: ignore[no-any-return]
+def _has_plain_gradients(strategy: Any) -> bool:
+    """Whether each parameter holds its whole gradient after the backward."""
+    single = namespaces.load(namespaces.find_namespace(strategy), "strategies.SingleDeviceStrategy")
+    return _is_ddp(strategy) or isinstance(strategy, single)
 
 
 def _read_device(device: torch.device) -> dict[str, Any]:
@@ -182,13 +184,17 @@ def find_hook_owner(trainer: Any, hook: str) -> Any:
 
 def add_loader(run: Facts, trainer: Any, loader: Any, start_method: str, kept_validation_workers: int) -> Facts:
     """Facts of a run together with those of its train loader."""
-    others = [trainer.lightning_module, *trainer.callbacks]
     return replace(
         run,
-        loader=read_loader_facts(loader, start_method, others, ranks=run.world_size),
+        loader=read_loader_facts(loader, start_method, list_hook_owners(trainer), ranks=run.world_size),
         validation_workers=loader_state.count_validation_workers(trainer),
         kept_validation_workers=kept_validation_workers,
     )
+
+
+def list_hook_owners(trainer: Any) -> list[Any]:
+    """The module and the callbacks, whose hooks may use the data."""
+    return [trainer.lightning_module, *trainer.callbacks]
 
 
 def read_loader_facts(
@@ -198,7 +204,7 @@ def read_loader_facts(
     where training changes its batches, a forked process makes one, too.
 
     Args:
-        others: the module and the callbacks, whose hooks may use the data.
+        others: see `list_hook_owners`.
         ranks: number of training processes.
     """
     lost = explain_lost_place(loader, ranks)

@@ -157,9 +157,8 @@ def _find_other_losses(module: torch.nn.Module, named: dict[str, torch.nn.Module
 def _find_views(module: torch.nn.Module) -> Iterator[str]:
     """Find calls of `view` in code that is not rehearsed and may get images: steps, losses, helpers."""
     methods = {name: member for base in type(module).__mro__[::-1] for name, member in vars(base).items()}
-    is_left_out = (
-        _BEFORE_STEPS.fullmatch if "" not in list_compile_targets(module) else _BEFORE_STEPS_OR_FORWARD.fullmatch
-    )
+    is_rehearsed = "" in list_compile_targets(module)  # its forward
+    left_out = _BEFORE_STEPS_OR_FORWARD if is_rehearsed else _BEFORE_STEPS
     users = _list_user_bases(type(module))
     named = {each for base in users for member in vars(base).values() for each in list_names(member)}
     targets = [module.get_submodule(name) for name in _find_outermost(module, "")]
@@ -167,7 +166,7 @@ def _find_views(module: torch.nn.Module) -> Iterator[str]:
     rehearsed = {id(part) for target in played for part in target.modules()}
     yield from list_views(
         [
-            *(member for name, member in methods.items() if not is_left_out(name)),
+            *(member for name, member in methods.items() if not left_out.fullmatch(name)),
             *(part for part in module.modules() if part is not module and id(part) not in rehearsed),
             *(value for name, value in vars(module).items() if name not in vars(torch.nn.Module())),
         ]
@@ -189,22 +188,24 @@ def _list_other_methods(kind: type) -> Iterator[str]:
     yield from (name for name, member in members if inspect.isfunction(member) and name not in ("__init__", "forward"))
 
 
+def _list_user_kinds(modules: Iterable[torch.nn.Module]) -> list[type]:
+    """The modules' classes, without those of torch and torchvision."""
+    kinds = dict.fromkeys(map(type, modules))
+    return [kind for kind in kinds if not kind.__module__.startswith(("torch.", "torchvision."))]
+
+
 def _find_inner_views(modules: Iterable[torch.nn.Module]) -> Iterator[str]:
-    for kind in dict.fromkeys(map(type, modules)):
-        if not kind.__module__.startswith(("torch.", "torchvision.")):
-            yield from (
-                f"{kind.__name__}.{name}" for name, source in _read_user_methods(kind) if _MERGES.search(source)
-            )
+    for kind in _list_user_kinds(modules):
+        yield from (f"{kind.__name__}.{name}" for name, source in _read_user_methods(kind) if _MERGES.search(source))
 
 
 def _find_passing(argument: str, modules: Iterable[torch.nn.Module]) -> Iterator[str]:
     """Name the users' methods, and functions that these call, that pass this argument in a call."""
     found = dict[Any, None]()
-    for kind in dict.fromkeys(map(type, modules)):
-        if not kind.__module__.startswith(("torch.", "torchvision.")):
-            members = [member for base in _list_user_bases(kind) for member in vars(base).values()]
-            methods = [find_function(getattr(member, "__func__", member)) for member in members]
-            found |= dict.fromkeys((*filter(None, methods), *list_called(methods, kind)))
+    for kind in _list_user_kinds(modules):
+        members = [member for base in _list_user_bases(kind) for member in vars(base).values()]
+        methods = [find_function(getattr(member, "__func__", member)) for member in members]
+        found |= dict.fromkeys((*filter(None, methods), *list_called(methods, kind)))
     yield from (each.__qualname__.rpartition("<locals>.")[2] for each in found if _passes(argument, each))
 
 

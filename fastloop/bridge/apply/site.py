@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,19 +10,37 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.loop.thin_loop import thin
-from fastloop.bridge.apply.staging import Staging, set_attribute
+from fastloop.bridge.apply.staging import Staging
+from fastloop.bridge.attributes import attribute
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.records.facts import Facts
 from fastloop.records.plan import Applied, Undo
 
 
 class LiveSite:
-    """The live objects that an action receives; see `fastloop.records.plan.Site`."""
+    """The live objects that an action receives; see `fastloop.records.plan.Site`.
+
+    Args:
+        scaler_state: the loss scaler's state in the checkpoint that the run resumes; None if there is none.
+        warn: receives a line that the user must not miss.
+        say: receives a line about progress.
+        one_time: collects one-time costs, which belong to no step.
+    """
 
     def __init__(
-        self, trainer: Any, strategy: Any, facts: Facts, scaler_state: Mapping[str, Any] | None = None
+        self,
+        trainer: Any,
+        strategy: Any,
+        facts: Facts,
+        scaler_state: Mapping[str, Any] | None,
+        *,
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
+        one_time: OneTime,
     ) -> None:
         self.trainer, self.strategy, self.facts, self.scaler_state = trainer, strategy, facts, scaler_state
+        self.warn, self.say, self.one_time = warn, say, one_time
         self.staging = Staging(trainer, strategy)
         self.recorded: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
         self.changed_sizes: list[Mapping[int, int]] = []
@@ -93,16 +110,13 @@ class LiveSite:
         return lambda: setattr(self.strategy, "_ddp_kwargs", before)
 
     def convert_inputs(self, convert: Callable[[Any], Any]) -> Undo:
-        conversions = self.staging.conversions
-        conversions.append(convert)
-        return lambda: conversions.remove(convert) if convert in conversions else None
+        return _add(self.staging.conversions, convert)
 
     def note_in_step(self, note: Callable[[], None]) -> None:
         self._notes.append(note)
 
     def note_each_batch(self, note: Callable[[], None]) -> Undo:
-        self.every_batch.append(note)
-        return lambda: self.every_batch.remove(note) if note in self.every_batch else None
+        return _add(self.every_batch, note)
 
     def thin_loop(self) -> Applied:
         return thin(self.trainer, self.module, self.note_each_batch)
@@ -125,6 +139,11 @@ class LiveSite:
         return noted_step
 
 
+def _add(items: list[Any], item: Any) -> Undo:
+    items.append(item)
+    return lambda: items.remove(item) if item in items else None
+
+
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Keys of an optimizer's param group that hold learning rates; OneCycleLR stores its own there."""
 
@@ -134,16 +153,6 @@ def _walk_schedulers(schedulers: Sequence[Any]) -> Iterator[Any]:
     for each in schedulers:
         yield each
         yield from _walk_schedulers(getattr(each, "_schedulers", ()))
-
-
-@contextlib.contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute inside ``with``, then restore the instance."""
-    undo = set_attribute(owner, name, value)
-    try:
-        yield
-    finally:
-        undo()
 
 
 def _clip_unscaled(plugin: Any, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastloop.bridge.apply import read_facts
-from fastloop.evidence.work.compiled_work import return_itself
+from fastloop.bridge.attributes import set_attribute
 from fastloop.feeds.batch_tree import BatchWindow, InputsChannelsLast, StagedWindow, walk_storage
 from fastloop.feeds.device_prefetcher import DeviceFeed, StatefulDeviceFeed
 from fastloop.records.plan import Undo
@@ -72,10 +72,10 @@ class Staging:
             return lambda: None
         self._before_transfer = original = getattr(owner, name)
 
-        def hand_through(batch: Any, dataloader_idx: int) -> Any:
+        def pass_through(batch: Any, dataloader_idx: int) -> Any:
             return batch if isinstance(batch, BatchWindow) or is_ahead() else original(batch, dataloader_idx)
 
-        put_back = set_attribute(owner, name, hand_through)
+        put_back = set_attribute(owner, name, pass_through)
 
         def undo() -> None:
             put_back()
@@ -157,32 +157,3 @@ class Staging:
 
     def _count_fed(self) -> Counter[str]:
         return sum((Counter(feed.seen) for feed in self.feeds), start=Counter(self._seen))
-
-
-def set_attribute(owner: Any, name: str, value: Any) -> Undo:
-    """Set an instance attribute; returns an undo that restores the instance and may be called twice."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, StandsFor(getattr(owner, name), value) if callable(value) else value)
-
-    def undo() -> None:
-        if had:
-            setattr(owner, name, before)
-        else:
-            vars(owner).pop(name, None)
-
-    return undo
-
-
-class StandsFor(partial[Any]):
-    """Our replacement for a bound method. Copies and pickles of its owner get the original method, because they are not
-    part of this run."""
-
-    _method: Any
-
-    def __new__(cls, method: Any, ours: Callable[..., Any]) -> StandsFor:
-        self = super().__new__(cls, ours)
-        self._method = method
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return return_itself, (self._method,)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any, ClassVar
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.changes import Changes
 from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.loaders import is_called_by_fetcher
 from fastloop.bridge.apply.site import LiveSite
@@ -26,27 +27,13 @@ class ValidationLoaders(ABC):
 
     Args:
         name: the rung's name.
-        rung: plans the replacement.
-        list_wants: lists all settings that the rung wants in this training.
-        say: receives a line about progress.
-        warn: receives a line that the user must not miss.
     """
 
     KEY: ClassVar[str]
     """The setting that requests it."""
 
-    def __init__(
-        self,
-        site: LiveSite,
-        name: str,
-        rung: Any,
-        *,
-        list_wants: Callable[[], Collection[str]],
-        say: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._site, self.name, self._rung, self._say, self._warn = site, name, rung, say, warn
-        self._list_wants = list_wants
+    def __init__(self, site: LiveSite, live: LivePlan, name: str) -> None:
+        self._site, self._live, self.name, self._rung = site, live, name, getattr(live.ladder, name)
         self._made: list[tuple[LazyLoader, Any, Any]] = []
         """Our loader, the user's, and the engine if there is one."""
         self._why: str | None = None
@@ -69,7 +56,7 @@ class ValidationLoaders(ABC):
             ours, engine = self._replace(loader, want)
         except Exception as error:
             self._why = describe(error)
-            self._warn(f"{self.name} leaves a validation loader as it is: {self._why}")
+            self._site.warn(f"{self.name} leaves a validation loader as it is: {self._why}")
             return loader
         self._made.append((ours, loader, engine))
         return ours
@@ -106,7 +93,7 @@ class ValidationEngines(ValidationLoaders):
     KEY = "evaluation.engine"
 
     def _replace(self, loader: Any, want: Any) -> tuple[LazyLoader, Any]:
-        want.check(loader, self._say)
+        want.check(loader, self._site.say)
         twin = clone(loader, {})
         engine = want.make(twin)
         if hasattr(engine, "wants_channels_last"):
@@ -133,8 +120,8 @@ class ValidationWorkers(ValidationLoaders):
 
     KEY = "evaluation.persistent_workers"
 
-    def __init__(self, *args: Any, **how: Any) -> None:
-        super().__init__(*args, **how)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._fresh: list[FreshWorkers] = []
         self._twice: list[ReadTwice] = []
 
@@ -145,7 +132,7 @@ class ValidationWorkers(ValidationLoaders):
 
     def _replace(self, loader: Any, want: bool) -> tuple[LazyLoader, Any]:
         self._twice.append(twice := ReadTwice(loader))
-        self._fresh.append(fresh := FreshWorkers(tell=self._say, twice=twice))
+        self._fresh.append(fresh := FreshWorkers(tell=self._site.say, twice=twice))
         return LazyLoader(clone(loader, {}), at_once=lambda: True, epochs=partial(self._begin, fresh)), None
 
     def _begin(self, fresh: FreshWorkers, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -170,7 +157,7 @@ class ValidationWorkers(ValidationLoaders):
         """Whether validations had the workers of the one before; empty if no loader was changed."""
         if not self._made:
             return {}
-        alone = set(self._list_wants()) == {self.KEY}
+        alone = set(self._live.list_wants(self.name)) == {self.KEY}
         kept = any(fresh.kept for fresh in self._fresh)
         return {"validation_workers": self.count, "validation_kept": kept, "only_validation": alone}
 
@@ -178,21 +165,18 @@ class ValidationWorkers(ValidationLoaders):
 class Validation:
     """All that the rungs of a ladder replace for validation."""
 
-    def __init__(
-        self, site: LiveSite, live: LivePlan, changes: Any, *, say: Callable[[str], None], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, site: LiveSite, live: LivePlan, changes: Changes) -> None:
         self._site, self._live, self._made = site, live, list[ValidationLoaders]()
         for kind in (ValidationEngines, ValidationWorkers):
             if (name := live.may_want.owner(kind.KEY)) is not None:
-                rung, list_wants = getattr(live.ladder, name), partial(live.list_wants, name)
-                self._made.append(made := kind(site, name, rung, list_wants=list_wants, say=say, warn=warn))
+                self._made.append(made := kind(site, live, name))
                 changes.add(name, Applied(undo=made.give_back, probe=made.evidence))
 
     def change(self, loader: Any) -> Any:
         """Return the loader that Lightning should use: a replacement that a rung requests, or the user's."""
         for made in self._made:
             loader = made.find_original(loader)
-        others = [self._site.module, *self._site.trainer.callbacks]
+        others = read_facts.list_hook_owners(self._site.trainer)
         read = cache(lambda: read_facts.read_loader_facts(loader, others=others))
         for made in self._made:
             step = self._live.plan.step(made.name)

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.rehearse.remembered import Remembered
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.watch import loader_state
 from fastloop.evidence import loader_queue
 from fastloop.feeds.images.nested import find_user_dataset
@@ -64,29 +66,21 @@ class WorkerProcesses:
     """Arranges the workers of each train loader, and reports what became of them.
 
     Args:
-        give_up: receives the key of a planned setting that turns out not to apply, and the reason; `is_refusal=False`
-            if it could apply but is not worth it.
-        weaken: receives the key of a planned setting that turned out not to be exact, the reason, and the class if it
-            is not `approximate`.
-        warn: receives a line that the user must not miss.
-        say: receives a line about progress.
+        give_up, by_ladder: see `TrainLoaders`.
         is_training: whether Lightning's loop, not a callback, is requesting batches now.
-        by_ladder: rungs that a shipped ladder switched on; they must be worth their cost.
     """
 
     def __init__(
         self,
-        trainer: Any,
+        site: LiveSite,
+        live: LivePlan,
         *,
         give_up: Callable[..., None],
-        weaken: Callable[..., None],
-        warn: Callable[[str], None],
-        say: Callable[[str], None],
         is_training: Callable[[], bool],
         by_ladder: Collection[str],
     ) -> None:
-        self.trainer, self._give_up, self._weaken, self._by_ladder = trainer, give_up, weaken, by_ladder
-        self._warn, self._say, self._is_training = warn, say, is_training
+        self.trainer, self._give_up, self._by_ladder = site.trainer, give_up, by_ladder
+        self._site, self._live, self._is_training = site, live, is_training
         self._fewer: tuple[dict[str, int], str] | None = None
         """Settings after the number of workers had to be reduced, and why; None if it was not."""
         self._tried: TriedWorkers | None = None
@@ -109,16 +103,16 @@ class WorkerProcesses:
         compares = starts and not loader.num_workers and len(self._rounding) < _MOST_COMPARED
         twice = self._read_twice(loader, facts, compares) if self._keeps_theirs or starts else None
         epochs: Epochs = begin_unchanged
-        if settings.get("num_workers"):
+        if starts:
             epochs = self._try(loader, plan, settings, facts, twice)
         most = plan.wants.get(MOST_WORKERS)
         if most is not None and self._fewer is None and getattr(loader, "in_order", True):
-            known = Remembered([self.trainer.lightning_module], self.trainer.strategy.root_device)
+            known = Remembered([self._site.module], self._site.device)
             described = _describe(loader, settings.get("num_workers", loader.num_workers), most)
             self._more = MoreWorkers(
                 most,
                 count_left=self._count_left,
-                tell=self._say,
+                tell=self._site.say,
                 epochs=epochs,
                 room_bytes=_find_room(facts, plan),
                 is_training=self._is_training,
@@ -128,7 +122,7 @@ class WorkerProcesses:
             epochs = self._more.batches
         if settings.get("persistent_workers") and not loader.persistent_workers:
             self._fresh = FreshWorkers(
-                tell=self._say,
+                tell=self._site.say,
                 epochs=epochs,
                 twice=twice if loader.num_workers else None,
                 is_training=self._is_training,
@@ -158,13 +152,9 @@ class WorkerProcesses:
     def _begin_early(self, loader: Any, epochs: Epochs) -> Epochs:
         """Have an epoch's first batches made before it begins."""
         self._next = next_epoch = NextEpoch(
-            count_next=self._count_next_early, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
+            count_next=self._count_next, count_draws=self._count_draws, draws_seed=not loader.persistent_workers
         )
-
-        def batches(loader: Any, begin: Callable[[], Any]) -> Any:
-            return epochs(loader, partial(next_epoch.begin, loader, begin))
-
-        return batches
+        return lambda loader, begin: epochs(loader, partial(next_epoch.begin, loader, begin))
 
     def _try(self, loader: Any, plan: Plan, settings: dict[str, Any], facts: Facts, twice: ReadTwice | None) -> Epochs:
         """Complete the settings of a loader that gets workers, which have to prove that they work."""
@@ -181,7 +171,7 @@ class WorkerProcesses:
             is_training=self._is_training,
             replaces=replaces,
             step_down=partial(self._step_down, kind),
-            warn=self._warn,
+            warn=self._site.warn,
             turn_off=f"rungs.{owner}.enabled: false",
             free_cpus=plan.wants.get("launch.free_cpus", 0),
             leave_out=partial(self._leave_out, kind) if owner in self._by_ladder else None,
@@ -209,14 +199,14 @@ class WorkerProcesses:
     def _report_outdated(self, batches: int, key: str = "loader.num_workers") -> None:
         """Batches of the training may have been made from outdated data."""
         made = "1 batch was" if batches == 1 else f"{batches} batches were"
-        self._weaken(key, f"up to {made} loaded from data that has changed since", "changes-training")
+        self._live.weaken(key, f"up to {made} loaded from data that has changed since", "changes-training")
 
     def leave(self, key: str, why: str, outdated: int) -> None:
-        """What this setting put in place loads no more batches ahead; so many of those it gave may be outdated."""
+        """A feed or an engine has stopped loading ahead; `outdated` of its batches may have been made from old data."""
         if outdated:
             self._report_outdated(outdated, key)
         self._give_up(key, why, has_acted=True)
-        self._warn(f"no batches are loaded ahead from now on: {why}")
+        self._site.warn(f"no batches are loaded ahead from now on: {why}")
 
     def _step_down(self, kind: str, workers: int, ahead: int, why: str) -> None:
         """Continue with fewer workers than planned, or none."""
@@ -229,10 +219,10 @@ class WorkerProcesses:
             has_acted = self._tried is not None and self._tried.has_handed_out
             self._give_up("loader.num_workers", why, has_acted=has_acted)
             why = f"no workers are used from now on: {why}"
-        self._warn(why)
+        self._site.warn(why)
 
     def _count_left(self) -> Left:
-        """Batches that the Trainer will still take. Merged batches, of which there are fewer, are not distinguished."""
+        """Batches that the Trainer will still take. A merged batch counts as one, like any other."""
         trainer, loop = self.trainer, self.trainer.fit_loop
         ready, most = loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
         in_epoch = math.inf if math.isinf(most) else max(0, most - ready)
@@ -243,13 +233,11 @@ class WorkerProcesses:
         return Left(*(None if math.isinf(count) else int(count) for count in (min(in_epoch, in_run), in_run)))
 
     def _count_next(self) -> int | None:
-        """Batches that the Trainer will take after this epoch; None if unknown."""
+        """Batches after this epoch that its workers may make; None if unknown, 0 if they are restarted for the next."""
+        if self._fresh is not None and not self._fresh.may_keep():
+            return 0
         left = self._count_left()
         return None if left.in_run is None or left.in_epoch is None else left.in_run - left.in_epoch
-
-    def _count_next_early(self) -> int | None:
-        """The same, of those that these workers may make: none if they are restarted for the next epoch."""
-        return self._count_next() if self._fresh is None or self._fresh.may_keep() else 0
 
     def _count_draws(self) -> int | None:
         """Numbers that validation draws for its loaders before the next epoch; None if unknown."""
@@ -261,23 +249,23 @@ class WorkerProcesses:
         if (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch:
             return 0
         combined = getattr(trainer.fit_loop.epoch_loop.val_loop, "_combined_loader", None)
-        counts = [None] if combined is None else list(map(_count_draws, combined.flattened))
+        counts = [None] if combined is None else list(map(_count_draws_of, combined.flattened))
         return None if None in counts else sum(filter(None, counts))
 
     # -- evidence -----------------------------------------------------------------------------------------------------
 
     def note_rounding(self) -> Mapping[str, Any]:
-        """Note where samples are rounded differently elsewhere, as far as it is known by now; no evidence."""
+        """Weaken the settings whose samples are now known to be rounded differently. Returns no evidence."""
         for each in self._rounding:
             if (note := each.describe()) is not None:
-                self._weaken(each.key, note)
+                self._live.weaken(each.key, note)
         return {}
 
     def count(self) -> Mapping[str, Any]:
-        """Report the highest number of live workers so far, because workers exit after an epoch's last batch, which a
-        feed fetches early; also how they were reduced, their CPUs, and the time lost."""
+        """Report the highest number of live workers so far (they exit after an epoch's last batch, which a feed fetches
+        early), why there are fewer than planned, their CPUs, and the time lost."""
         if self._drew.value:
-            self._weaken("loader.num_workers", DREW)
+            self._live.weaken("loader.num_workers", DREW)
         self.note_rounding()
         iterators = list(loader_state.find_iterators(self.trainer))
         if (workers := loader_state.find_workers(self.trainer)) is not None:
@@ -325,7 +313,7 @@ def _describe(loader: Any, workers: int, most: int) -> str:
     return f"{kind.__module__}.{kind.__qualname__}, {size}, {workers} to {most} workers"
 
 
-def _count_draws(loader: Any) -> int | None:
+def _count_draws_of(loader: Any) -> int | None:
     """Numbers that a validation loader draws from torch's global stream when it begins: a seed for its workers, and one
     for its order. None if unknown."""
     if not isinstance(loader, DataLoader):

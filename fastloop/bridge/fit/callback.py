@@ -18,7 +18,7 @@ from fastloop.bridge.apply.environment import set_variables
 from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.state.untouched import preserve_state
-from fastloop.bridge.fail_open import deaf_to_workers, explain_exception, fail_open, is_disabled
+from fastloop.bridge.fail_open import explain_exception, fail_open, ignoring_dead_workers, is_disabled
 from fastloop.bridge.fit import lines, own_loader, run_directory, strategy
 from fastloop.bridge.watch import loader_state
 from fastloop.bridge.watch.session import Session, describe_death
@@ -104,7 +104,7 @@ class FastLoop(Callback):
         return loop
 
     def obey(self, config: Config, *, out: Path | None) -> None:
-        """Follow the configuration of a command, which prints what there is to say, instead of its own."""
+        """Use a command's configuration instead of its own, and print nothing: the command does that."""
         self.config, self.strict, self.out, self.say = config, config.strict, out, lines.skip
         self.quiet = self.obeys = True
         set_variables(config.ladder)
@@ -132,7 +132,7 @@ class FastLoop(Callback):
         self._one_time = OneTime()
         self._hint: str | None = None
         """An explanation of the exception that ended the fit, see `explain_exception`."""
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
         self._stopped = self._training = self._first = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class FastLoop(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         try:
-            with deaf_to_workers():
+            with ignoring_dead_workers():
                 self._on_exception(trainer, pl_module, exception)
         except Exception as error:  # the user's exception must not be hidden by ours
             lines.say(f"no report for this run: {error}")
@@ -311,7 +311,7 @@ class FastLoop(Callback):
             self.plan = applier.plan
             return
         owner.fastloop = applier
-        self._restore += [lambda: vars(owner).pop("fastloop", None) and None, applier.undo]
+        self._restore += [lambda: vars(owner).pop("fastloop", None), applier.undo]
 
     def _start_watch(self, trainer: Any) -> None:
         self._session = Session(
@@ -323,7 +323,7 @@ class FastLoop(Callback):
             one_time=self._one_time,
             preserve_state=preserve_state,
         )
-        attached = self._session.attach(trainer, self._note_batch_asked, self._note_batch_got)
+        attached = self._session.attach(trainer, self._note_batch_requested, self._note_batch_received)
         self._restore += [self._session.stop, attached]
 
     def _find_directory(self, trainer: Any) -> Path | None:
@@ -333,12 +333,12 @@ class FastLoop(Callback):
         return self.run_dir
 
     @fail_open
-    def _note_batch_asked(self) -> None:
+    def _note_batch_requested(self) -> None:
         if self._session is not None:
             self._session.watch.note_batch_requested()
 
     @fail_open
-    def _note_batch_got(self) -> None:
+    def _note_batch_received(self) -> None:
         if self._session is not None:
             self._session.watch.note_batch_received()
 

@@ -16,7 +16,7 @@ from fastloop.bridge.fit.training import make_no_batches_error, make_trainer, qu
 from fastloop.config.loading import Config
 from fastloop.feeds.batch_tree import walk_storage
 from fastloop.ladder import plan
-from fastloop.records.facts import Facts
+from fastloop.records.facts import Facts, LoaderFacts
 from fastloop.records.plan import Plan
 
 
@@ -45,31 +45,31 @@ def plan_dry(config: Config) -> DryRun:
         pl.seed_everything(config.run.seed, verbose=False)
         module, data = build_recipe(config)
         trainer: Any = make_trainer(config, None, None)
-        loader, *others = CombinedLoader(_set_up(trainer, module, data)).flattened
-    loader_facts = read_facts.read_loader_facts(loader, config.ladder.start_method, [module, *trainer.callbacks])
-    if others:
-        lost = f"Lightning counts the batches of {1 + len(others)} train loaders as one"
-        loader_facts = dataclasses.replace(loader_facts, place_lost=lost)
-    if loader_facts.batches == 0:
+        loader, *more = CombinedLoader(_set_up(trainer, module, data)).flattened
+    others = read_facts.list_hook_owners(trainer)
+    own = read_facts.read_loader_facts(loader, config.ladder.start_method, others)
+    if own.batches == 0:
         raise make_no_batches_error("a train loader of 0 batches")
-    size = _measure_sample(loader) if loader_facts.map_style else None
+    own = dataclasses.replace(own, sample_bytes=_measure_sample(loader) if own.map_style else None)
+    if more:
+        lost = f"Lightning counts the batches of {1 + len(more)} train loaders as one"
+        own = dataclasses.replace(own, place_lost=lost)
     facts = dataclasses.replace(
         read_facts.read_run_facts(trainer, trainer.strategy),
         by_ladder=config.by_ladder,
         resuming=config.run.resume is not None,
-        loader=dataclasses.replace(loader_facts, sample_bytes=size),
+        loader=own,
     )
     made = plan(config.ladder, facts)
     if config.strict:
         refuse_skipped(made)
-    samples, held = loader_facts.batch_size, _count_batches_in_flight(made, loader, facts)
-    wants = made.wants
+    samples, held, wants = own.batch_size, _count_batches_in_flight(made, loader, own), made.wants
     window = wants.get("loader.window") or wants.get("trainer.accumulate_grad_batches") or facts.accumulate
     return DryRun(
         plan=made,
         facts=dataclasses.replace(facts, accumulate=window),
         batches_in_flight=held,
-        bytes_in_flight=_count_bytes(made, facts, held),
+        bytes_in_flight=_count_bytes(made, own, held),
         samples_per_step=samples * window * facts.world_size if samples else None,
     )
 
@@ -95,16 +95,15 @@ def _measure_sample(loader: Any) -> int | None:
         return None
 
 
-def _count_batches_in_flight(made: Plan, loader: Any, facts: Facts) -> int | None:
-    if facts.loader is None or not facts.loader.is_dataloader:
+def _count_batches_in_flight(made: Plan, loader: Any, own: LoaderFacts) -> int | None:
+    if not own.is_dataloader:
         return None
-    workers = made.wants.get("loader.num_workers", facts.loader.num_workers)
+    workers = made.wants.get("loader.num_workers", own.num_workers)
     ahead = made.wants.get("loader.prefetch_factor", getattr(loader, "prefetch_factor", None) or 0)
     return int(workers * ahead + made.wants.get("feed.depth", 0) + 1)
 
 
-def _count_bytes(made: Plan, facts: Facts, batches: int | None) -> int | None:
-    loader = facts.loader
-    if batches is None or loader is None or loader.sample_bytes is None or loader.batch_size is None:
+def _count_bytes(made: Plan, own: LoaderFacts, batches: int | None) -> int | None:
+    if batches is None or own.sample_bytes is None or own.batch_size is None:
         return None
-    return loader.sample_bytes * loader.batch_size * int(made.wants.get("loader.window", 1)) * batches
+    return own.sample_bytes * own.batch_size * int(made.wants.get("loader.window", 1)) * batches

@@ -37,15 +37,16 @@ def gather_loader_evidence(
     loader = dict(seen)
     if rows is not None:
         loader["rows"] = rows
-    if facts is not None and facts.loader is not None and facts.loader.repeats is not None:
-        loader["repeats"] = facts.loader.repeats
-    if facts is None or (facts.loader is not None and facts.loader.num_workers):
-        loader["can_keep_workers"] = facts is not None and can_keep_theirs(facts)
-        found = None if facts is None else facts.loader
-        loader["can_have_more"] = found is not None and find_obstacle_to_more(found, facts or Facts()) is None
-    if seen.get("validation_workers") and not seen.get("validation_keeps_workers") and facts is not None:
-        loader["can_keep_for_validation"] = _can_keep_for_validation(trainer, facts, ladder)
-    if facts is not None:
+    if facts is None or facts.loader is None:
+        loader |= {"can_keep_workers": False, "can_have_more": False}
+    else:
+        if facts.loader.repeats is not None:
+            loader["repeats"] = facts.loader.repeats
+        if facts.loader.num_workers:
+            loader["can_keep_workers"] = can_keep_theirs(facts)
+            loader["can_have_more"] = find_obstacle_to_more(facts.loader, facts) is None
+        if seen.get("validation_workers") and not seen.get("validation_keeps_workers"):
+            loader["can_keep_for_validation"] = _can_keep_for_validation(trainer, facts, ladder)
         loader |= _explain_without_workers(trainer, applier, facts, seen)
     if decode_ms is not None:
         loader["decode_ms"] = decode_ms
@@ -60,7 +61,7 @@ def _read_loader(trainer: Any, applier: Applier | None, ladder: Ladder) -> Facts
     facts = None if applier is None else applier.facts  # read before rungs changed the objects
     if applier is not None and applier.loaders is not None:
         found = applier.loaders.find_original(found)
-    others = [trainer.lightning_module, *trainer.callbacks]
+    others = read_facts.list_hook_owners(trainer)
     try:
         facts = facts or read_facts.read_run_facts(trainer, trainer.strategy)
         read = read_facts.read_loader_facts(found, ladder.start_method, others, ranks=facts.world_size)
@@ -92,7 +93,7 @@ def _explain_without_workers(
 
 def _find_obstacle(trainer: Any, facts: Facts, loader: Any) -> str | None:
     try:
-        read = read_facts.read_loader_facts(loader, others=[trainer.lightning_module, *trainer.callbacks])
+        read = read_facts.read_loader_facts(loader, others=read_facts.list_hook_owners(trainer))
     except Exception as error:
         return f"its code cannot be read: {describe(error)}"
     return find_obstacle(read, facts, "auto")
@@ -100,7 +101,7 @@ def _find_obstacle(trainer: Any, facts: Facts, loader: Any) -> str | None:
 
 def _can_keep_for_validation(trainer: Any, facts: Facts, ladder: Ladder) -> bool:
     """Whether the workers of each validation loader can stay between validations."""
-    others = [trainer.lightning_module, *trainer.callbacks]
+    others = read_facts.list_hook_owners(trainer)
     loaders = loader_state.find_validation_loaders(trainer)
     try:
         reads = [read_facts.read_loader_facts(loader, ladder.start_method, others) for loader in loaders]

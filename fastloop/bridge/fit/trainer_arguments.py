@@ -125,7 +125,7 @@ class _Module:
                 return (_PLAIN[node.id],)
             if node.id.startswith("_"):
                 return self._read_alias(node.id)
-            return None if node.id == "Any" else ()  # a class, of which YAML cannot write an object
+            return None if node.id == "Any" else ()  # a class: YAML cannot write its objects
         if isinstance(node, ast.BinOp):
             return self._join([node.left, node.right])
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):

@@ -23,11 +23,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import read_facts
+from fastloop.bridge.apply.loaders import TrainLoaders
 from fastloop.bridge.apply.staging import Staging
 from fastloop.bridge.fit import training
 from fastloop.bridge.fit.callback import FastLoop
-from fastloop.bridge.trials.heartbeat import Beats, drop_other_hooks
-from fastloop.bridge.trials.no_checkpoints import OnlyInside
+from fastloop.bridge.trials.heartbeat import drop_other_hooks
+from fastloop.bridge.trials.no_checkpoints import prepare_trial
 from fastloop.bridge.trials.sample_ledger import Ledger
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
@@ -73,9 +74,7 @@ def train(
         warnings.filterwarnings("ignore", message=".*Experiment logs directory")
         loop.hunt_syncs, loop.in_trial = hunt_syncs, True
         trainer.fit_loop.epoch_loop.max_steps += further_steps
-        if beat is not None:
-            Beats.into(trainer, beat)
-        OnlyInside.into(trainer, out, unsaved)
+        prepare_trial(trainer, beat, inside=out, marker=unsaved)
         remove_cost(trainer, variation)
         if ledger:
             Ledger.into(trainer, out)
@@ -161,7 +160,7 @@ class NoExchange(Callback):
 
 @dataclasses.dataclass
 class _Substitution:
-    """Replaces the strategy's ``process_dataloader``."""
+    """Replaces the strategy's ``process_dataloader``. For the fields see `replay`."""
 
     trainer: Any
     on_device: bool
@@ -192,12 +191,15 @@ class _Substitution:
         if isinstance(loader, LazyLoader) and (loader.engine is None or self.count is not None):
             source = loader.inner  # a comparison wants the user's own samples, a ceiling what an engine delivers
         strategy = self.trainer.strategy
-        sampler = _find_window_sampler(strategy)
+        changed: TrainLoaders | None = getattr(getattr(strategy, "fastloop", None), "loaders", None)
+        sampler = None if changed is None else changed.windows  # of merged accumulation windows, if there are any
         if self._leaf not in self._kept:
             if self.count is None:
                 batches = _load(source, self._limit_kept)
-            else:  # arms differ in what they leave to the device, but each training_step must get the same
-                batches = [_finish(strategy, batch) for batch in _take_first(source, self.count())]
+            else:
+                batches = _take_first(source, self.count())
+                if changed is not None:  # arms differ in what they leave to the device; each step must get the same
+                    batches = [_finish(changed, batch) for batch in batches]
             sizes = list(sampler.sizes)[: len(batches)] if sampler is not None else []
             if self.change is not None:
                 batches = self.change(batches)
@@ -242,16 +244,9 @@ class _Substitution:
         return self._staging.stage(batch)
 
 
-def _find_window_sampler(strategy: Any) -> Any:
-    """Return the sampler that merges accumulation windows, if the batch rung is active."""
-    loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
-    return None if loaders is None else loaders.windows
-
-
-def _finish(strategy: Any, batch: Any) -> Any:
+def _finish(changed: TrainLoaders, batch: Any) -> Any:
     """Convert a batch's pictures to floats, as the user's own loader does, if a rung leaves that to the device."""
-    loaders = getattr(getattr(strategy, "fastloop", None), "loaders", None)
-    return batch if loaders is None or loaders.staging.to_floats is None else loaders.staging.to_floats(batch)
+    return batch if changed.staging.to_floats is None else changed.staging.to_floats(batch)
 
 
 def _load(source: Any, most: Callable[[Any], int]) -> list[Any]:

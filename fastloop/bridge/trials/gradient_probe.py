@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from fastloop.bridge.apply import read_facts, read_model, read_training
-from fastloop.bridge.apply.site import attribute
+from fastloop.bridge.attributes import attribute
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, gradient_state
 from fastloop.bridge.trials.gradient_state import RAISED, ROUNDING, STARTS, TWICE, Round

@@ -29,7 +29,6 @@ from fastloop.bridge.trials.no_checkpoints import Measured, train_until_measured
 from fastloop.bridge.watch import loader_state
 from fastloop.config.loading import Config
 from fastloop.errors import FastLoopError
-from fastloop.evidence import loader_queue
 from fastloop.feeds.device_prefetcher import DeviceFeed
 from fastloop.ladder import collect_cards
 
@@ -49,7 +48,7 @@ class LoaderWindow:
 
     batches: int
     seconds: float
-    made: float
+    made: int
     """Batches made in that time, without those that were ready before it."""
     drained: bool
     """Whether the queues were emptied first, and the number of ready batches at both ends is known."""
@@ -109,7 +108,7 @@ def _time_alone(config: Config, beat: Path | None, *, goes_on: bool) -> _Alone:
 class _Alone(Callback):
     """Takes batches from the loader when it is ready for the first step."""
 
-    def __init__(self, *, goes_on: bool = False) -> None:
+    def __init__(self, *, goes_on: bool) -> None:
         self.goes_on = goes_on
         self.found: dict[str, Any] = {}
         self.slowest_ms = math.inf
@@ -136,27 +135,25 @@ class _Alone(Callback):
         own = torch.tensor(self.found["ms_per_step"] or math.inf, device=trainer.strategy.root_device)
         self.slowest_ms = float(trainer.strategy.reduce(own, reduce_op="max"))
         trainer.strategy.barrier("fastloop has loaded")
-        if (
-            self.goes_on
-        ):  # a fit that raises ends the ranks it started, see `shutdown.py`; the next measurement needs them
+        if self.goes_on:
+            # A fit that raises ends the ranks it started, see `shutdown.py`; the next measurement needs them.
             getattr(trainer.strategy.launcher, "procs", []).clear()
         raise Measured
 
     def _answer(self, trainer: Any, seen: LoaderWindow) -> dict[str, Any]:
         ms = 1e3 * seen.seconds / seen.made if seen.made > 0 else None
         steps = () if self.loop is None else self.loop.plan.steps
+        counts = (getattr(loader, "num_workers", 0) or 0 for loader in loader_state.find_loaders(trainer))
         return {
             "ms_per_step": None if ms is None else ms * trainer.accumulate_grad_batches,
             "batches": seen.batches,
-            "workers": sum(
-                int(getattr(loader, "num_workers", 0) or 0) for loader in loader_state.find_loaders(trainer)
-            ),
+            "workers": sum(map(int, counts)),
             "queue_drained": seen.drained,
             "inactive": {step.rung: step.reason for step in steps if step.status == "skipped"},
         }
 
 
-def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None] = lambda: None) -> LoaderWindow:
+def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None]) -> LoaderWindow:
     """Take batches until the initial content of the queues is used up, and then for the time to be measured.
 
     Args:
@@ -167,7 +164,7 @@ def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None]
     passed = _pass_over(take, max(1, held), pulse)
     batches = 0
     _settle(trainer)
-    before, begun = count_ready(trainer), time.perf_counter()
+    before, begun = loader_state.count_batches_ready(trainer), time.perf_counter()
     while True:
         take()
         batches += 1
@@ -177,16 +174,10 @@ def time_window(take: Callable[[], Any], trainer: Any, pulse: Callable[[], None]
         if enough or spent >= MOST_S:
             break
     _settle(trainer)
-    seconds, after = time.perf_counter() - begun, count_ready(trainer)
-    made: float = batches
-    if before is not None and after is not None:
-        made += after - before
-    return LoaderWindow(
-        batches=batches,
-        seconds=seconds,
-        made=made,
-        drained=passed >= held and before is not None and after is not None,
-    )
+    seconds, after = time.perf_counter() - begun, loader_state.count_batches_ready(trainer)
+    if before is None or after is None:
+        return LoaderWindow(batches=batches, seconds=seconds, made=batches, drained=False)
+    return LoaderWindow(batches=batches, seconds=seconds, made=batches + after - before, drained=passed >= held)
 
 
 def _pass_over(take: Callable[[], Any], wanted: int, pulse: Callable[[], None]) -> int:
@@ -212,21 +203,6 @@ def _make_take(combined: Any) -> Callable[[], Any]:
         raise training.make_no_batches_error("a train loader without batches")
 
     return take
-
-
-def count_ready(trainer: Any) -> int | None:
-    """Return how many batches workers have made that were not taken yet; None if that cannot be read.
-
-    Not the queue's length minus `loader_queue.count_owed`: near the end of an epoch fewer are requested than fit.
-    """
-    if not loader_state.count_queued_batches(trainer):
-        return 0
-    counts = [
-        loader_queue.count_ready(each)
-        for each in loader_state.find_iterators(trainer)
-        if loader_queue.count_live_workers(each) is not None
-    ]
-    return sum(count or 0 for count in counts) if counts and None not in counts else None
 
 
 def _settle(trainer: Any) -> None:

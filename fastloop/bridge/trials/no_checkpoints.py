@@ -66,11 +66,6 @@ class OnlyInside(Callback):
         self.inside, self.marker = inside, marker
         drop_other_hooks(self)
 
-    @classmethod
-    def into(cls, trainer: Any, inside: Path | None, marker: Path | None = None) -> None:
-        """Add it to a Trainer before the fit. Its ``setup`` is called first; by then the model's callbacks exist."""
-        trainer.callbacks.insert(0, cls(inside, marker))
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         keep_back(trainer, self._mark, self.inside)
 
@@ -78,6 +73,18 @@ class OnlyInside(Callback):
         if self.marker is not None:
             with contextlib.suppress(OSError):  # a full disk; the training may still end
                 self.marker.touch()
+
+
+def prepare_trial(trainer: Any, beat: Path | None, inside: Path | None = None, marker: Path | None = None) -> None:
+    """Give a Trainer what the fit of each trial has: a heartbeat, and no checkpoint files except those `inside`.
+
+    Args:
+        beat: the file that gets the heartbeat, see `heartbeat.py`.
+        inside, marker: see `OnlyInside`.
+    """
+    if beat is not None:
+        Beats.into(trainer, beat)
+    trainer.callbacks.insert(0, OnlyInside(inside, marker))  # set up first; by then the model's callbacks exist
 
 
 def keep_back(trainer: Any, held_back: Callable[[], None], inside: Path | None = None) -> None:
@@ -121,10 +128,8 @@ def train_until_measured(config: Config, beat: Path | None, prepare: Callable[[A
         FastLoopError: as in `training.train`.
     """
 
-    def prepare_trial(trainer: Any, loop: FastLoop) -> None:
-        if beat is not None:
-            Beats.into(trainer, beat)
-        OnlyInside.into(trainer, None)
+    def prepare_both(trainer: Any, loop: FastLoop) -> None:
+        prepare_trial(trainer, beat)
         prepare(trainer, loop)
 
     silent = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
@@ -136,4 +141,4 @@ def train_until_measured(config: Config, beat: Path | None, prepare: Callable[[A
         trainer={**config.trainer, **silent},
     )
     with contextlib.suppress(Measured):
-        training.train(bare, None, prepare=prepare_trial)
+        training.train(bare, None, prepare=prepare_both)

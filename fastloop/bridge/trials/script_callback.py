@@ -51,8 +51,7 @@ EVENTS, CLAIM, TRAINED = "events.jsonl", "claim", "trained"
 
 def add_callbacks() -> list[Any]:
     """Return the callbacks that Lightning adds to a Trainer of this process; none without orders."""
-    path = Path(os.environ.get(ORDERS) or os.devnull)
-    if is_disabled() or not path.is_file():
+    if is_disabled() or (path := _find_orders()) is None:
         return []
     orders = store.load(path, ScriptOrders)
     assert orders is not None, path
@@ -70,10 +69,14 @@ def add_callbacks() -> list[Any]:
 
 def add_to_fabric() -> list[Any]:
     """Report the use of Fabric, and return no callbacks for it, because it has no loop to watch."""
-    path = Path(os.environ.get(ORDERS) or os.devnull)
-    if path.is_file() and not getattr(rank_zero_only, "rank", 0):
+    if (path := _find_orders()) is not None and not getattr(rank_zero_only, "rank", 0):
         _note(path.parent, "fabric")
     return []
+
+
+def _find_orders() -> Path | None:
+    path = Path(os.environ.get(ORDERS) or os.devnull)
+    return path if path.is_file() else None
 
 
 def _write_stacks_on_request() -> None:
@@ -121,11 +124,12 @@ class Injected(Callback):
     def __init__(self, orders: ScriptOrders, place: Path) -> None:
         self.orders, self.place = orders, place
         self.off = False
-        self._guests: list[Any] = []
+        self._added: list[Any] = []
+        """Callbacks that this one has added to the Trainer for a fit."""
+        self._measures = False
+        """Whether they measure this fit; otherwise they only bring its rungs."""
         self._own: FastLoop | None = None
         """The script's own FastLoop."""
-        self._measures = False
-        """Whether the guests measure this fit; otherwise they only bring its rungs."""
         self._began = self._unsaved = False
         self._first = 0
         self._own_last: int | None = None
@@ -142,7 +146,7 @@ class Injected(Callback):
             no_checkpoints.keep_back(trainer, partial(self._note_held_back, trainer))
         if stage != "fit":  # the fit's rungs also apply to its evaluation, as with a FastLoop in the script
             return
-        self._evict(trainer)
+        self._remove_added(trainer)
         self._began = False
         self._own = next((each for each in trainer.callbacks if isinstance(each, FastLoop)), None)
         yields = self._yields()
@@ -152,7 +156,7 @@ class Injected(Callback):
         if yields or trainer.fast_dev_run:
             return
         if chosen:
-            self._invite(trainer)
+            self._add_measuring(trainer)
         else:
             self._follow_the_first(trainer)
         if self._own is not None and trainer.callbacks.index(self._own) < trainer.callbacks.index(self):
@@ -174,7 +178,7 @@ class Injected(Callback):
         if trainer.is_global_zero:
             if self._measures:
                 (self.place / TRAINED).touch()
-            has = {"measured": self._measures, "only_rungs": bool(self._guests) and not self._measures}
+            has = {"measured": self._measures, "only_rungs": bool(self._added) and not self._measures}
             self.note("fit_began", step=trainer.global_step, why=_name_dev_run(trainer), **has)
 
     @fail_open
@@ -193,7 +197,7 @@ class Injected(Callback):
         if self._began:
             files = _list_imports(self.orders.not_from)
             self.note("fit_ended", measured=self._measures, step=trainer.global_step, files=files)
-            for each in (*self._guests, self._own):
+            for each in (*self._added, self._own):
                 if isinstance(each, FastLoop) and each.unwritten is not None:
                     self.note("unwritten", why=each.unwritten)
         elif self._measures:  # such as a learning rate search: the fit comes later, maybe in another process
@@ -269,7 +273,7 @@ class Injected(Callback):
             )
         return True
 
-    def _invite(self, trainer: Any) -> None:
+    def _add_measuring(self, trainer: Any) -> None:
         """Add the callbacks for this fit. Lightning sets up those behind this callback right after it."""
         before, out, beat = list(trainer.callbacks), Path(self.orders.out), self.orders.beat
         config = self._read_config()
@@ -287,10 +291,10 @@ class Injected(Callback):
                 trainer.callbacks.append(_Answers(probe, loop, out))
             if self.orders.ledger:
                 Ledger.into(trainer, out)
-            self._seat(trainer, *([] if loop is self._own else [loop]), *([Beats(Path(beat))] if beat else []))
+            self._insert(trainer, *([] if loop is self._own else [loop]), *([Beats(Path(beat))] if beat else []))
         finally:
             self._measures = True
-            self._guests = [each for each in trainer.callbacks if not any(each is other for other in before)]
+            self._added = [each for each in trainer.callbacks if not any(each is other for other in before)]
 
     def _make_loop(self, config: Config, out: Path | None) -> FastLoop:
         """Return the FastLoop for this fit: the script's own, if it has one."""
@@ -310,21 +314,21 @@ class Injected(Callback):
         loop = self._make_loop(dataclasses.replace(config, ladder=ladder, watch=unwatched, strict=False), None)
         loop.writes = False
         if loop is not self._own:
-            self._guests = [loop]
-            self._seat(trainer, loop)
+            self._added = [loop]
+            self._insert(trainer, loop)
 
     def _read_config(self) -> Config:
         config, _ = load_callback_config(self.orders.config)
         return dataclasses.replace(config, by_ladder=frozenset(self.orders.by_ladder), script=self.orders.name)
 
-    def _seat(self, trainer: Any, *guests: Any) -> None:
+    def _insert(self, trainer: Any, *callbacks: Any) -> None:
         after = next(index for index, each in enumerate(trainer.callbacks) if each is self) + 1
-        trainer.callbacks[after:after] = guests
+        trainer.callbacks[after:after] = callbacks
 
-    def _evict(self, trainer: Any) -> None:
+    def _remove_added(self, trainer: Any) -> None:
         """Remove the callbacks added for one fit; a later fit of the same Trainer does not get them."""
-        trainer.callbacks[:] = [each for each in trainer.callbacks if not any(each is guest for guest in self._guests)]
-        self._guests, self._measures = [], False
+        trainer.callbacks[:] = [each for each in trainer.callbacks if not any(each is added for added in self._added)]
+        self._added, self._measures = [], False
 
 
 def _name_dev_run(trainer: Any) -> str | None:

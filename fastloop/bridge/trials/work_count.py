@@ -15,8 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from fastloop.bridge.fit import training
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings
-from fastloop.bridge.trials.heartbeat import Beats
-from fastloop.bridge.trials.no_checkpoints import OnlyInside
+from fastloop.bridge.trials.no_checkpoints import prepare_trial
 from fastloop.config.loading import Config, WatchSettings
 from fastloop.errors import FastLoopError
 from fastloop.evidence.gpu import measured_rates as measured
@@ -28,7 +27,7 @@ FEW = 2
 """Samples to count on; more than one because a BatchNorm after pooling needs more."""
 
 
-def count_flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
+def count_flops(config: Config, beat: Path | None) -> Mapping[str, Any]:
     """Run one step of the bare model on a few samples; returns its work in the form of ``Measurement.flops``.
 
     Args:
@@ -40,9 +39,7 @@ def count_flops(config: Config, beat: Path | None = None) -> Mapping[str, Any]:
     counting = _Counting()
 
     def prepare(trainer: Any, _: FastLoop) -> None:
-        if beat is not None:
-            Beats.into(trainer, beat)
-        OnlyInside.into(trainer, None)
+        prepare_trial(trainer, beat)
         ceilings.replay(trainer, change=lambda batches: [_take_few(batch) for batch in batches[:1]])
         trainer.callbacks.append(counting)
 

@@ -68,9 +68,8 @@ class DriftChecks:
 
     def _compare(self, window: Window, step: int, board: Mapping[str, Any] | None) -> None:
         rare_s = sum(window.parts_s.get(part, 0.0) for part in RARE)
-        usual = sorted(window.step_s)[
-            : max(2, len(window.step_s) * 95 // 100)
-        ]  # leaves out steps with a validation in them
+        count = max(2, len(window.step_s) * 95 // 100)
+        usual = sorted(window.step_s)[:count]  # leaves out steps with a validation in them
         spread = 1e3 * statistics.stdev(usual) if len(usual) > 1 else None
         check = StepCheck(
             step=step,

@@ -13,8 +13,9 @@ from typing import Any, TypeGuard
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fastloop.bridge.attributes import replace_method
 from fastloop.errors import let_through
-from fastloop.evidence.work.compiled_work import return_itself
+from fastloop.records.plan import Undo
 
 EVERY_S = 10.0
 PREFIX = "fastloop/"
@@ -55,14 +56,27 @@ class LiveMetrics:
             self._on, self._due = False, math.inf
             self._write(trainer, figures)
 
-    def show_on_bar(self, trainer: Any) -> Callable[[], None]:
-        """Add the short figures to the Trainer's progress bar; returns an undo that may be called twice."""
+    def show_on_bar(self, trainer: Any) -> Undo:
+        """Add the short figures to the Trainer's progress bar. If other code has wrapped our method by the time of the
+        undo, it stays and adds nothing from then on."""
         bar = getattr(trainer, "progress_bar_callback", None)
-        if not self._on or not callable(getattr(bar, "get_metrics", None)):
+        original: Any = getattr(bar, "get_metrics", None)
+        if not self._on or not callable(original):
             return lambda: None
-        ours = _BarMetrics(bar, self)
-        vars(bar)["get_metrics"] = ours
-        return ours.undo
+
+        def get_metrics(*args: Any, **kwargs: Any) -> Any:
+            items = original(*args, **kwargs)
+            if not self.shown or not isinstance(items, dict):
+                return items
+            return {**items, **{name: text for name, text in self.shown.items() if name not in items}}
+
+        put_back = replace_method(bar, "get_metrics", get_metrics)
+
+        def undo() -> None:
+            self.shown = {}
+            put_back()
+
+        return undo
 
     def _write(self, trainer: Any, figures: Mapping[str, Any]) -> None:
         numbers = {f"{PREFIX}{name}": float(value) for name, value in figures.items() if _is_number(value)}
@@ -100,31 +114,3 @@ def find_logged_step(trainer: Any) -> int:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-class _BarMetrics:
-    """Replaces the ``get_metrics`` of one progress bar."""
-
-    def __init__(self, bar: Any, live: LiveMetrics) -> None:
-        self._bar, self._live = bar, live
-        self._original: Any = bar.get_metrics
-        self._was_own = "get_metrics" in vars(bar)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        items = self._original(*args, **kwargs)
-        if not self._live.shown or not isinstance(items, dict):
-            return items
-        return {**items, **{name: text for name, text in self._live.shown.items() if name not in items}}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy of the Trainer is not watched, so copies and pickles hold the bar's own method.
-        return (return_itself, (self._original,))
-
-    def undo(self) -> None:
-        """Put the bar's own method back; if other code has wrapped ours since, show nothing from now on."""
-        self._live.shown = {}
-        if vars(self._bar).get("get_metrics") is self:
-            if self._was_own:
-                vars(self._bar)["get_metrics"] = self._original
-            else:
-                del vars(self._bar)["get_metrics"]

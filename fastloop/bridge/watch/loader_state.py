@@ -63,7 +63,7 @@ def find_iterators(trainer: Any) -> Iterator[Any]:
 
 def find_workers(trainer: Any) -> list[Any] | None:
     """Return the worker processes of the live iterators, empty if there are none; None if unknown."""
-    iterators = [each for each in find_iterators(trainer) if loader_queue.count_live_workers(each) is not None]
+    iterators = _list_readable(trainer)
     return [worker for each in iterators for worker in getattr(each, "_workers", ())] if iterators else None
 
 
@@ -125,14 +125,27 @@ def _count_held(loader: Any) -> int:
 
 def count_batches_owed(trainer: Any) -> int | None:
     """Return how many batches are requested from workers and not finished, over all loaders; None if unreadable."""
-    counts = [
-        loader_queue.count_owed(iterator)
-        for iterator in find_iterators(trainer)
-        if loader_queue.count_live_workers(iterator) is not None
-    ]
+    return _sum_over_iterators(trainer, loader_queue.count_owed)
+
+
+def count_batches_ready(trainer: Any) -> int | None:
+    """Return how many batches workers have made that were not taken yet, over all loaders; None if unreadable.
+
+    Not the queue's length minus `count_batches_owed`: near the end of an epoch fewer are requested than fit.
+    """
+    return _sum_over_iterators(trainer, loader_queue.count_ready)
+
+
+def _sum_over_iterators(trainer: Any, count: Callable[[Any], int | None]) -> int | None:
+    counts = [count(each) for each in _list_readable(trainer)]
     if not counts or None in counts:
         return None if count_queued_batches(trainer) else 0
-    return sum(count or 0 for count in counts)
+    return sum(filter(None, counts))
+
+
+def _list_readable(trainer: Any) -> list[Any]:
+    """The live iterators whose workers can be read, also those without workers."""
+    return [each for each in find_iterators(trainer) if loader_queue.count_live_workers(each) is not None]
 
 
 def gather_evidence(trainer: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Compilations:
         """Return seconds by cause; None if this torch does not record them."""
         found = self._ledger.sum_by_cause()
         return {cause: found.get(cause, 0.0) if self.is_known else None for cause in (COMPILE, VALIDATION_COMPILE)} | {
-            AUTOTUNE: found.get(AUTOTUNE, 0.0) if self.is_known and self._tells_tuning() else None
+            AUTOTUNE: found.get(AUTOTUNE, 0.0) if self.is_known and self._records_tuning() else None
         }
 
     def _add(self, record: Any, cause: str) -> None:
@@ -80,7 +80,7 @@ class Compilations:
         if (reason := getattr(record, "recompile_reason", None)) and len(self.reasons) < MOST_REASONS:
             self.reasons[shorten_reason(reason)] = None
 
-    def _tells_tuning(self) -> bool:
+    def _records_tuning(self) -> bool:
         return self._latest is None or any(hasattr(self._latest, field) for field in _TUNING)
 
 

@@ -198,7 +198,7 @@ class Marks:
         around_work: a reusable context, a FlopCount, that is entered for every forward, and for every backward unless
             it `reforms_backward`.
         counts: whether that context is entered now.
-        unheard: actions of hooks that are not overridden; Lightning opens them anyway.
+        empty_hooks: actions of hooks that are not overridden; Lightning opens them anyway.
         around_forward: called before a marked ``training_step``; returns a function that is called after it.
     """
 
@@ -212,7 +212,7 @@ class Marks:
         self.saver: _Phase | None = None
         self.around_work: Any = None
         self.counts = False
-        self.unheard: Set[str] = frozenset()
+        self.empty_hooks: Set[str] = frozenset()
         self.around_forward: Callable[[], Callable[[], None]] | None = None
         self._contexts: dict[str, Any] = {}
         self._body = _Body(self)
@@ -277,7 +277,7 @@ class Marks:
         if name.endswith(VALIDATION_NEXT):
             return _ValidationNext(self)
         phase = find_phase(name)
-        if phase is None or (phase == "callbacks_logging" and name in self.unheard):
+        if phase is None or (phase == "callbacks_logging" and name in self.empty_hooks):
             return NOTHING
         turn, _, inner = phase.rpartition(":")
         if turn == "begin":

@@ -14,23 +14,23 @@ class WatchingProfiler:
 
     Args:
         profiler: the Trainer's profiler; Lightning's pass-through one is not called, which saves its cost.
-        asks: called when the loop requests a batch; must not raise.
-        gets: called when the loop has its batch; must not raise.
+        on_request: called when the loop requests a batch; must not raise.
+        on_batch: called when the loop has its batch; must not raise.
         profile: returns our context for an action, NOTHING for one that is not a phase; must not raise.
     """
 
     def __init__(
         self,
         profiler: Any,
-        asks: Callable[[], None],
-        gets: Callable[[], None],
-        profile: Callable[[str], Any] = lambda _name: NOTHING,
+        on_request: Callable[[], None],
+        on_batch: Callable[[], None],
+        profile: Callable[[str], Any],
     ) -> None:
         passes = type(profiler).__name__ == "PassThroughProfiler"
         self.__dict__.update(
             profiler=profiler,
-            _asks=asks,
-            _gets=gets,
+            _on_request=on_request,
+            _on_batch=on_batch,
             _phase=profile,
             _passes=passes,
             _begun={},
@@ -53,7 +53,7 @@ class WatchingProfiler:
 
     def start(self, action_name: str) -> None:
         if action_name.endswith(NEXT):
-            self._asks()
+            self._on_request()
         else:
             self._begun[action_name] = ours = self._phase(action_name)
             ours.__enter__()
@@ -64,7 +64,7 @@ class WatchingProfiler:
         if not self._passes:
             self.profiler.stop(action_name)
         if action_name.endswith(NEXT):
-            self._gets()
+            self._on_batch()
         elif (ours := self._begun.pop(action_name, None)) is not None:
             ours.__exit__(None, None, None)
 

@@ -75,8 +75,7 @@ class Session:
         self.one_time = one_time
         self.compilations = Compilations(self.one_time, lambda: self.watch.clock.total_steps)
         self.workers, self.queue = WorkerStarts(), loader_state.QueueReader(trainer)
-        self._epoch_begins = True
-        self._note_epoch: Callable[[], None] = lambda: self._begin_epoch(trainer)
+        self._trainer, self._epoch_begins = trainer, True
         self._drawn: tuple[int, ...] = ()
         """Samples of a batch and of an epoch's last batch, according to the loader's batch sampler."""
         self._take_apart: Callable[[Any], list[Any]] | None = None
@@ -119,10 +118,11 @@ class Session:
         """The inputs of the last live figures: an account, its values, and the totals at that time."""
         self._profiler: Any = None
 
-    def attach(self, trainer: Any, asks: Callable[[], None], gets: Callable[[], None]) -> Callable[[], None]:
-        """Wrap the Trainer's profiler; returns the undo."""
+    def attach(self, trainer: Any, on_request: Callable[[], None], on_batch: Callable[[], None]) -> Callable[[], None]:
+        """Wrap the Trainer's profiler, see `WatchingProfiler`; returns the undo."""
         before = trainer.profiler
-        trainer.profiler = ours = self._profiler = WatchingProfiler(before, asks, gets, self.watch.marks.profile)
+        ours = WatchingProfiler(before, on_request, on_batch, self.watch.marks.profile)
+        trainer.profiler = self._profiler = ours
 
         def undo() -> None:
             if trainer.profiler is ours:
@@ -141,7 +141,7 @@ class Session:
         self._logs = LogMarks(trainer, module, self.watch.marks)
         detach = self.work.attach(module, self.watch.marks)
         self.memory.begin(list_owners(trainer))
-        self.watch.marks.unheard = list_empty_hook_actions(trainer, module)
+        self.watch.marks.empty_hooks = list_empty_hook_actions(trainer, module)
         if self.hunt is not None:
             self.hunt.attach(module)
         if self.trace is not None:
@@ -254,13 +254,13 @@ class Session:
         account = self.watch.marks.clock.account
         seen = (account.steps, account.samples, account.wall_s + account.once_s, account.wait_s)
         passed = (self._passed_steps, self._passed_samples, step_clock.now())
-        (last_account, *last), self._last_figures = self._last_figures, (account, seen, passed)
-        steps, samples, wall_s, wait_s = _subtract_before(
-            seen, last[0] if last_account is account else (0, 0, 0.0, 0.0)
-        )
+        last_account, last_seen, last_passed = self._last_figures
+        self._last_figures = account, seen, passed
+        before = last_seen if last_account is account else (0, 0, 0.0, 0.0)
+        steps, samples, wall_s, wait_s = _subtract_before(seen, before)
         waited = {"data_wait_pct": 100 * wait_s / wall_s} if steps > 0 and wall_s > 0 else {}
         if not waited:
-            steps, samples, wall_s = _subtract_before(passed, last[1] or passed)
+            steps, samples, wall_s = _subtract_before(passed, last_passed or passed)
         if steps <= 0 or wall_s <= 0:
             return {}
         world = self._ranks.world_size if self._ranks is not None else 1
@@ -272,13 +272,14 @@ class Session:
         self.one_time.note()
         if self._epoch_begins:
             self._epoch_begins = False
-            self._note_epoch()
+            self._begin_epoch()
 
-    def _begin_epoch(self, trainer: Any) -> None:
+    def _begin_epoch(self) -> None:
         """Note the arrival of an epoch's first batch; its loaders may differ from those of the last epoch."""
-        self.workers.note(trainer)
+        self.workers.note(self._trainer)
         self._epochs += 1
-        self._drawn, self._take_apart = loader_state.read_batch_sizes(trainer), loader_state.find_nesting(trainer)
+        self._drawn = loader_state.read_batch_sizes(self._trainer)
+        self._take_apart = loader_state.find_nesting(self._trainer)
 
     def _describe_costs(self, evidence: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """Facts about one-time costs that findings need, besides their sums."""

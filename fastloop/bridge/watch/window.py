@@ -54,7 +54,7 @@ class Extra(Probe, Protocol):
 
 
 class _Sums(NamedTuple):
-    """What is summed without the clock's marks, until some moment: see `Marks` and `Garbage`."""
+    """The sums that `Marks` and `Garbage` keep beside the clock, as they were at one moment."""
 
     hooks_s: Mapping[str, float]
     requested_s: Mapping[str, float]
@@ -97,7 +97,7 @@ class Watch:
         self.board_seen: Any = None
         self.owed: tuple[int | None, int | None] = (None, None)
         self._owed_after: int | None = None
-        """The step after which it was read last."""
+        """The step after which `owed` was read last."""
         self._probes = {step: probe for step, probe in (probes or {}).items() if step < settings.warmup_steps}
         self._probe: Probe | None = None
         self._count_trials, self._trials = partial(one_time.count, TRIALS), 0
@@ -106,10 +106,10 @@ class Watch:
         self._extra_steps = 0
         self._boundary, self._opened_at = True, 0.0
         self._sums: _Sums | None = None
-        """When the work of the latest batch had been issued."""
+        """The sums when the latest batch's work had been issued."""
         self._first_sums: _Sums | None = None
         self._last_sums: _Sums | None = None
-        """The same for the last batch of a step: of the step in which the window opened, and of the latest."""
+        """The same at the end of the step in which the window opened, and at the end of the latest step."""
         self.marks.after_work = self._note_sums
         self._fetched_inside = False
         """Whether training_step fetches its batches itself, so that the loop requests none between two steps."""
@@ -223,7 +223,8 @@ class Watch:
             probe.begin()
 
     def begin_probe_again(self) -> None:
-        """Begin anew in a step that has begun but not run: rungs may have been tried and modules compiled since."""
+        """Restart the probe of a step that has begun but not run, if rungs have been tried since: that may have
+        compiled modules."""
         if self._probe is not None and self._count_trials() > self._trials:
             self._probe.give_up()
             self._trials = self._count_trials()

@@ -1,4 +1,4 @@
-"""What an action may ask for: notes inside a training_step, conversions of a batch, attributes set for a moment."""
+"""What an action may ask for: notes inside a training_step and conversions of a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.bridge.apply.site import LiveSite, attribute
+from fastloop.bridge.apply.site import LiveSite
+from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.lower_precision import read_product_dtype
 from fastloop.records.facts import Facts
 
@@ -22,7 +23,8 @@ class Steps(torch.nn.Module):
 
 def site_of(module: Any) -> LiveSite:
     strategy = SimpleNamespace(lightning_module=module, root_device=torch.device("cpu"), optimizers=[])
-    return LiveSite(SimpleNamespace(state=SimpleNamespace(stage="train")), strategy, Facts())
+    trainer = SimpleNamespace(state=SimpleNamespace(stage="train"))
+    return LiveSite(trainer, strategy, Facts(), None, warn=pytest.fail, say=pytest.fail, one_time=OneTime())
 
 
 def test_notes_are_taken_inside_the_first_training_step_only() -> None:
@@ -51,17 +53,3 @@ def test_conversions_are_made_in_order_once_a_batch_is_on_the_device_and_undone_
         assert site.staging.finish(1, lambda: 3, 0) == 4
     undo_add()
     assert site.staging.finish(1, lambda: 3, 0) == 3
-
-
-def test_an_attribute_is_put_back_whatever_happens() -> None:
-    class Owner:
-        name = "of the class"
-
-    owner = Owner()
-    for before in (None, "of the object"):
-        if before:
-            owner.name = before
-        with pytest.raises(ZeroDivisionError), attribute(owner, "name", "for a moment"):
-            assert owner.name == "for a moment"
-            raise ZeroDivisionError
-        assert owner.name == (before or "of the class") and ("name" in vars(owner)) == (before is not None)

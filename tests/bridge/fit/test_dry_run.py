@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fastloop.bridge.fit import dry_run
 from fastloop.bridge.fit.recipe_modules import FOLDER
 from fastloop.config.loading import load
-from fastloop.records.facts import Facts, LoaderFacts
+from fastloop.records.facts import LoaderFacts
 from fastloop.records.plan import Change, Plan, Step
 from tests.models import Regression, pairs
 from tests.trainings import NET
@@ -97,9 +97,9 @@ def test_what_cannot_be_known_is_none(
 def test_batches_on_the_device_count() -> None:
     change = Change(wants={"feed.depth": 2, "loader.num_workers": 3, "loader.prefetch_factor": 2, "loader.window": 4})
     made = Plan(steps=(Step(rung="prefetch", status="planned", change=change),))
-    facts = Facts(loader=LoaderFacts(kind="DataLoader", batch_size=8, sample_bytes=10))
-    held = dry_run._count_batches_in_flight(made, object(), facts)
-    assert held == 3 * 2 + 2 + 1 and dry_run._count_bytes(made, facts, held) == 9 * 4 * 8 * 10
+    own = LoaderFacts(kind="DataLoader", batch_size=8, sample_bytes=10)
+    held = dry_run._count_batches_in_flight(made, object(), own)
+    assert held == 3 * 2 + 2 + 1 and dry_run._count_bytes(made, own, held) == 9 * 4 * 8 * 10
 
 
 def test_layers_made_late_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def test_pictures_that_one_arm_sends_as_bytes(
     assert judge(base, other).passed is True and other["deviation"] == 0, other
     kept = gradient_state.read(tmp_path / "base", 0)["batches"][0]
     assert all(leaves[0].dtype == torch.float32 for leaves in kept)
-    monkeypatch.setattr(ceilings, "_finish", lambda strategy, batch: batch)
+    monkeypatch.setattr(ceilings, "_finish", lambda _changed, batch: batch)
     if sends_bytes == "base":  # what went wrong before
         gradient(tmp_path / "bytes", rungs=as_bytes, **how)
         assert gradient_state.read(tmp_path / "bytes", 0)["batches"][0][0][0].dtype == torch.uint8

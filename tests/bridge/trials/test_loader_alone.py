@@ -234,14 +234,14 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., loader_alone.Loader
         clock, fills = Clock(), iter(ready)
         monkeypatch.setattr(loader_alone, "time", clock)
         monkeypatch.setattr(loader_alone.loader_state, "count_queued_batches", lambda trainer: held)
-        monkeypatch.setattr(loader_alone, "count_ready", lambda trainer: next(fills))
+        monkeypatch.setattr(loader_alone.loader_state, "count_batches_ready", lambda trainer: next(fills))
 
         def take() -> torch.Tensor:
             clock.now += next(seconds)
             return torch.zeros(4, 2)
 
         trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
-        return time_window(take, trainer)
+        return time_window(take, trainer, pulse=lambda: None)
 
     return run
 

@@ -27,7 +27,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(*overrides: str) -> Any:
-    return count_flops(Job(conf=str(SLOW), overrides=overrides).counted().config())
+    return count_flops(Job(conf=str(SLOW), overrides=overrides).counted().config(), beat=None)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_phases_nest_and_what_is_none_costs_nothing(clock: Notes) -> None:
 
 def test_a_hook_that_nobody_has_overridden_is_not_marked(clock: Notes) -> None:
     marks = Marks(clock)
-    marks.unheard = {"[Callback]A.on_before_zero_grad", "[Callback]A.on_validation_start"}
+    marks.empty_hooks = {"[Callback]A.on_before_zero_grad", "[Callback]A.on_validation_start"}
     with marks.profile(BODY):
         assert marks.profile("[Callback]A.on_before_zero_grad") is NOTHING
         assert marks.profile("[Callback]B.on_before_zero_grad") is not NOTHING

@@ -431,6 +431,8 @@ def test_it_issues_no_collective(monkeypatch: pytest.MonkeyPatch, time: Time) ->
     watch.close()
     assert watch.window is not None
     assert isinstance(
-        WatchingProfiler(PassThroughProfiler(), watch.note_batch_requested, watch.note_batch_received),
+        WatchingProfiler(
+            PassThroughProfiler(), watch.note_batch_requested, watch.note_batch_received, watch.marks.profile
+        ),
         PassThroughProfiler,
     )

@@ -7,7 +7,6 @@ differs, or a batch is not a plain one, Lightning's own functions run.
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.loop.known_loops import HOOKS_PER_BATCH
+from fastloop.bridge.watch.phases import NOTHING
 
 
 class HookCalls:
@@ -29,19 +29,12 @@ class HookCalls:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         space = namespaces.find_namespace(trainer)
-        base, callback, precision, mixed = (
-            namespaces.load(space, path)
-            for path in (
-                "core.LightningModule",
-                "callbacks.Callback",
-                "plugins.precision.Precision",
-                "plugins.precision.MixedPrecision",
-            )
-        )
+        base, callback = (namespaces.load(space, name) for name in ("core.LightningModule", "callbacks.Callback"))
+        kinds = [namespaces.load(space, f"plugins.precision.{name}") for name in ("Precision", "MixedPrecision")]
         self._module, self._attributes = module, vars(module)
         self._empty = {getattr(kind, name) for kind in (base, callback) for name in HOOKS_PER_BATCH}
         self._clip, self._clip_own = base.configure_gradient_clipping, base.clip_gradients
-        self._clippers = precision.clip_gradients, mixed.clip_gradients
+        self._clippers = [kind.clip_gradients for kind in kinds]
         self._passes = namespaces.load(space, "profilers.PassThroughProfiler")
         self._silent = trainer.profiler if type(trainer.profiler) is self._passes else None
         self._profiler, self._quiet = trainer.profiler, True
@@ -111,9 +104,6 @@ class HookCalls:
         return not trainer.gradient_clip_val and own is self._clip_own and clipper in self._clippers
 
 
-NOTHING = contextlib.nullcontext()
-
-
 def _calls_hooks(code: types.CodeType) -> bool:
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return "call" in code.co_names or any(map(_calls_hooks, inner))
@@ -135,7 +125,7 @@ class FlatLoop:
         self._closure = namespaces.load(space, "loops.optimization.automatic.Closure")
         self._iterates = namespaces.load(space, "loops.fetchers._DataLoaderIterDataFetcher")
         base, strategy = namespaces.load(space, "core.LightningModule"), type(trainer.strategy)
-        self._hands_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
+        self._pass_through = {base.on_before_batch_transfer, base.on_after_batch_transfer}
         self._backward = base.backward
         plain = namespaces.load(space, "strategies.Strategy")
         self._moves_plainly, goes_back = (
@@ -143,14 +133,14 @@ class FlatLoop:
             for name in ("batch_to_device", "backward")
         )
         kinds = [namespaces.load(space, f"plugins.precision.{name}") for name in ("Precision", "MixedPrecision")]
-        precision, contexts = trainer.precision_plugin, ("train_step_context", "forward_context")
+        precision = trainer.precision_plugin
         self._hides_loss = goes_back and all(
             getattr(type(precision), name) in [getattr(kind, name) for kind in kinds]
             for name in ("pre_backward", "backward")
         )
         self._has_context = any(
             getattr(type(precision), name) is not getattr(kinds[0], name) or name in vars(precision)
-            for name in contexts
+            for name in ("train_step_context", "forward_context")
         )
         self.batches = 0
         """Number of batches that ran in this loop."""
@@ -261,9 +251,8 @@ class FlatLoop:
     def _call_batch_hook(self, name: str, batch: Any, *args: Any) -> Any:
         """``LightningModule._call_batch_hook``."""
         owner = self._trainer._data_connector._datahook_selector.get_instance(name)
-        if getattr(getattr(owner, name), "__func__", None) in self._hands_through and self._calls.ignores_empty_hooks(
-            self._trainer
-        ):
+        is_empty = getattr(getattr(owner, name), "__func__", None) in self._pass_through
+        if is_empty and self._calls.ignores_empty_hooks(self._trainer):
             return batch
         if owner is not self._module:
             return self._module._call_batch_hook(name, batch, *args)

@@ -31,8 +31,8 @@ import torch
 from fastloop.bridge import namespaces
 from fastloop.bridge.apply.loop.flat_loop import FlatLoop, HookCalls
 from fastloop.bridge.apply.loop.known_loops import explain_unknown
-from fastloop.bridge.apply.staging import StandsFor
-from fastloop.records.plan import Applied
+from fastloop.bridge.attributes import replace_method
+from fastloop.records.plan import Applied, Undo
 
 REFRESH_S = 0.1
 """Minimum time between two updates of a progress bar."""
@@ -48,7 +48,7 @@ class ThinLoop:
         self._flat: FlatLoop | None = None
         self._direct_hooks = 0
         self._refused: str | None = None
-        self._skipped: list[tuple[Any, str, Any]] = []
+        self._undos: list[Undo] = []
         self._moves: list[_Moved] = []
         self._connector: Any = getattr(trainer, "_logger_connector", None)
         self._flatten()
@@ -75,10 +75,8 @@ class ThinLoop:
 
     def undo(self) -> None:
         """Restore Lightning's own behavior."""
-        for owner, name, ours in self._skipped:
-            if vars(owner).get(name) is ours:  # else other code has replaced ours
-                del vars(owner)[name]
-        self._skipped = []
+        while self._undos:
+            self._undos.pop()()
         if isinstance(late := getattr(self._connector, "_progress_bar_metrics", None), LateNumbers):
             self._connector._progress_bar_metrics = dict(late)
 
@@ -169,8 +167,7 @@ class ThinLoop:
         self._set(bar, name, look)
 
     def _set(self, owner: Any, name: str, call: Any) -> None:
-        ours = vars(owner)[name] = StandsFor(getattr(owner, name), call)
-        self._skipped.append((owner, name, ours))
+        self._undos.append(replace_method(owner, name, call))
 
 
 class LateNumbers(dict[str, Any]):

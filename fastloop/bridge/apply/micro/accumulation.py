@@ -61,10 +61,8 @@ class Merge:
             if behind is None:
                 self.windows.limit_once = self._batches - done // self.window * self.window
             else:
-                self.windows.limit_once, self.windows.first_once = (
-                    self._batches - behind,
-                    self.window - behind % self.window,
-                )
+                self.windows.limit_once = self._batches - behind
+                self.windows.first_once = self.window - behind % self.window
         self._count(self._count_windows)
         self._counts_windows = True
 

@@ -19,11 +19,11 @@ from fastloop.bridge.apply.micro.kept_state import KeptState, Values
 from fastloop.bridge.apply.read_model import list_ignored_labels, read_module
 from fastloop.bridge.apply.read_training import find_precision
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, read_streams
+from fastloop.bridge.apply.rehearse.ranks import refuse_exchange
 from fastloop.bridge.apply.rehearse.recorded_calls import unrecorded
-from fastloop.bridge.apply.site import attribute
 from fastloop.bridge.apply.state.untouched import keep_random_streams, preserve_parameters, preserve_state
+from fastloop.bridge.attributes import attribute
 from fastloop.errors import describe, is_out_of_memory
-from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.evidence.model.dropout import switch_off_dropout, without_functional_dropout
 from fastloop.evidence.model.merged_gradient import (
     IN_DOUBT,
@@ -80,9 +80,9 @@ def explain_difference(
     own: Sequence[Piece],
     merged: Sequence[Piece],
     take_loss: TakeLoss,
-    groups: BatchGroups | None = None,
-    compares: bool = True,
-    note: Note = bool,
+    groups: BatchGroups | None,
+    compares: bool,
+    note: Note,
 ) -> str | None:
     """Why a window must not run as `merged`; None if its gradient equals that of the user's `own` batches.
 
@@ -114,7 +114,7 @@ def explain_difference(
 
 
 def weigh_pieces(
-    strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss, note: Note = bool
+    strategy: Any, batch: Any, pieces: Sequence[Piece], take_loss: TakeLoss, note: Note
 ) -> tuple[str | None, Weighing | None]:
     """Why the user's batch must not run in `pieces`, and how to weight them if not by their samples.
 
@@ -123,13 +123,11 @@ def weigh_pieces(
     Args:
         note: receives the names of logged values that are not means over samples.
     """
-    whole = Piece(batch, sum(piece.samples for piece in pieces), 1.0)
+    whole, weights = Piece(batch, sum(piece.samples for piece in pieces), 1.0), [piece.weight for piece in pieces]
     try:
-        with _within_rank(strategy):
+        with refuse_exchange(strategy.lightning_module.trainer):
             sample = partial(_sample, strategy, pieces, [whole], take_loss)
-            seen = _sample_and_recheck(
-                strategy, sample, [piece.weight for piece in pieces], lambda seen: seen.others[0]
-            )
+            seen = _sample_and_recheck(strategy, sample, weights, lambda seen: seen.others[0])
     except Exception as error:
         if is_out_of_memory(error):
             first = pieces[0]
@@ -140,7 +138,7 @@ def weigh_pieces(
         return f"{UNKNOWN} whole and split gradients: {_describe_or_raise(strategy, error)}", None
     if seen.changed is not None:
         return f"training_step changes {seen.changed}: once per micro-batch instead of once per batch", None
-    judged = _judge(strategy, seen, [piece.weight for piece in pieces], seen.others[0])
+    judged = _judge(strategy, seen, weights, seen.others[0])
     what = "the loss compares samples or is not a mean over them: the gradient of the micro-batches"
     why = _explain(seen, *judged, "whole and split", what)
     if why is not None and judged[0] is not None:
@@ -167,18 +165,12 @@ def _confirm(strategy: Any, whole: Piece, size: int, take_loss: TakeLoss, found:
     if max(piece.samples for piece in smaller) == size:
         return found
     try:
-        with _within_rank(strategy):
+        with refuse_exchange(strategy.lightning_module.trainer):
             seen = _sample(strategy, smaller, [whole], take_loss)
     except Exception as error:
         _describe_or_raise(strategy, error)
         return None
     return found if _find_fitting(strategy, seen, smaller, [found.counter]) is not None else None
-
-
-def _within_rank(strategy: Any) -> contextlib.AbstractContextManager[Any]:
-    """Refuse what all ranks must call: the others may not run this."""
-    alone = strategy.lightning_module.trainer.world_size == 1
-    return nullcontext() if alone else RefuseCollectives()  # type: ignore[no-untyped-call]
 
 
 def _find_fitting(
@@ -265,7 +257,7 @@ def _sample_and_recheck(
     ):
         return seen
     try:
-        with _within_rank(strategy):
+        with refuse_exchange(strategy.lightning_module.trainer):
             return sample(means=None, is_precise=True)  # the first time has shown where samples are
     except Exception as error:  # too much memory, or a kernel that takes no float32
         _describe_or_raise(strategy, error)
@@ -303,7 +295,7 @@ def _sample(
             return sample_gradient(loss * scale, parameters)
 
     def run_last() -> Values:
-        with preserve_state(module), _within_rank(strategy):
+        with preserve_state(module), refuse_exchange(strategy.lightning_module.trainer):
             streams()
             with nullcontext() if groups is None else groups.of(own[-1].groups):
                 run(own[-1], len(own) - 1)

@@ -132,7 +132,7 @@ def _list_keys(owner: Any, holder: Any) -> list[tuple[int, Any]]:
 
 
 def _list_left_out(module: torch.nn.Module) -> set[int]:
-    """Containers of which a change is known to be right, or is judged elsewhere."""
+    """Containers that may change: their changes are right, or judged elsewhere."""
     parts = list(module.modules())
     metrics = [part for part in parts if is_metric(part)]
     norms = {id(part._buffers) for part in parts if isinstance(part, torch.nn.modules.batchnorm._NormBase)}

@@ -21,12 +21,12 @@ import torch
 from fastloop.bridge.apply.micro.gradient_check import TakeLoss, quiet
 from fastloop.bridge.apply.micro.room import GIB, Room
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, synchronize
+from fastloop.bridge.apply.rehearse.ranks import refuse_exchange
 from fastloop.bridge.apply.rehearse.remembered import KeptSize, Remembered
 from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
 from fastloop.errors import NotApplicable, describe, is_out_of_memory, let_through
-from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.feeds.batch_norm.groups import BatchGroups
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors
 from fastloop.feeds.call_shapes import Resized
@@ -73,7 +73,7 @@ class SearchRules:
     """Try no size below the user's batch, because it would change BatchNorm's statistics."""
     quick: Quick = lambda: nullcontext(lambda batch: batch)
     waiting: Sequence[str] = ()
-    """The names of those rungs, if sizes that only fit with them are to be tried."""
+    """The names of those rungs if sizes that only fit with them are tried, too; else empty."""
     runs_graphs: bool = False
     """Run compiled modules and captured graphs as the next step will, and not eagerly."""
     key: object = None
@@ -92,8 +92,7 @@ class SearchRun:
     def __init__(self, rules: SearchRules, strategy: Any, sizes: Sequence[int], trial: SizeTrial) -> None:
         self.given, self.strategy, self.module = rules, strategy, strategy.lightning_module
         self.own, self.take, self.trial = trial.own, trial.take, trial
-        own = trial.own
-        self.sizes = [size for size in sizes if size >= own or not rules.whole]
+        self.sizes = [size for size in sizes if size >= self.own or not rules.whole]
         self.device = strategy.root_device
         self.parameters = [each for each in self.module.parameters() if each.requires_grad]
         self.peaks: dict[int, int] = {}
@@ -205,7 +204,6 @@ class SearchRun:
 
     def play_plain(self, sizes: Sequence[int]) -> None:
         """Run sizes as the first step will, until one does not fit; records the results in `ran` and `peaks`."""
-        alone = self.strategy.lightning_module.trainer.world_size == 1
         with quiet(self.strategy), preserve_state(self.module), contextlib.ExitStack() as after:
             if self.given.runs_graphs:
                 after.enter_context(torch.compiler.set_stance("default"))
@@ -218,7 +216,7 @@ class SearchRun:
                 retries = self.room.reset_peak()
                 try:
                     # Ranks run different numbers of trials, so none may wait for another.
-                    with nullcontext() if alone else RefuseCollectives():  # type: ignore[no-untyped-call]
+                    with refuse_exchange(self.module.trainer):
                         self._play(self.take(size))
                 except TimeLimit:
                     raise

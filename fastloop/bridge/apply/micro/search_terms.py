@@ -14,13 +14,10 @@ from fastloop.bridge.apply.rehearse.budget import is_costly, is_quick
 from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import let_through
-from fastloop.evidence.clock.one_time import OneTime
 from fastloop.records.plan import Plan, Step
 
 
-def make_choice(
-    site: LiveSite, plan: Plan, live: LivePlan, handle: ApplierHandle, *, warn: Callable[[str], None], one_time: OneTime
-) -> PieceChoice:
+def make_choice(site: LiveSite, plan: Plan, live: LivePlan, handle: ApplierHandle) -> PieceChoice:
     """Make the `PieceChoice` for the rung that wants micro-batches.
 
     Args:
@@ -29,21 +26,8 @@ def make_choice(
     rung, wants = plan.owner("step.micro_batch") or "", plan.wants
     micro: int | SizeSearch = wants["step.micro_batch"]
     if wants["step.micro_batch"] == "auto":
-        micro = _make_search(site, wants, live.held_steps, handle, lambda line: warn(f"{rung}: {line}"))
-    return PieceChoice(
-        micro,
-        rung=rung,
-        strict=live.strict,
-        compares=not wants.get("step.loss_is_mean"),
-        unmerged=wants.get("step.unmerged"),
-        by_epoch=site.facts.varies_by_epoch,
-        warn=warn,
-        weaken=live.weaken,
-        one_time=one_time,
-        list_held=lambda: sorted(live.held),
-        is_planned=lambda name: any(step.rung == name for step in live.plan.planned),
-        groups=site.groups if wants.get("step.batch_norm") == "groups" else None,
-    )
+        micro = _make_search(site, wants, live.held_steps, handle, lambda line: site.warn(f"{rung}: {line}"))
+    return PieceChoice(micro, rung, wants, site, live)
 
 
 def _make_search(
@@ -52,7 +36,7 @@ def _make_search(
     """Make the search that finds the micro-batch on the first step.
 
     Args:
-        wants: what the rung that requests the search wants.
+        wants: all wants of the plan for the train loader.
         held: rungs that wait for the rehearsal.
     """
     quick = [step for step in held if is_quick(step)]
@@ -65,7 +49,7 @@ def _make_search(
         waiting=[] if site.facts.compiled_by_user else [step.rung for step in quick],
         key=(names, site.facts.precision, site.facts.world_size, wants.get("step.batch_norm")),
         compiles=compiles if wants.get("step.batch_norm") == "groups" else None,
-        say=handle.say,
+        say=site.say,
         warn=warn,
     )
 

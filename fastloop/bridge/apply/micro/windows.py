@@ -19,6 +19,21 @@ class Merged(NamedTuple):
     """Batches of a full window; an epoch's last one may be shorter."""
 
 
+class StepCall(NamedTuple):
+    """One call of training_step."""
+
+    batch: Any
+    rest: Sequence[Any]
+    """The arguments after the batch."""
+    window: Merged | None
+    """What the batch was merged from; None if it was not."""
+
+    @property
+    def own_samples(self) -> int:
+        """Samples in one of the user's own batches."""
+        return (count_rows(self.batch) if self.window is None else self.window.sizes[0]) or 1
+
+
 class MergedWindows:
     """Keeps the data that belongs to a merged batch on its way from the loader to training_step.
 
@@ -55,18 +70,18 @@ class MergedWindows:
         return batches[-1]
 
     def find_whole(self, batch: Any) -> tuple[Any, float]:
-        """The batch, or all of a window of which Lightning sees only one; and its share of a full window, for an
-        epoch's last one may be shorter."""
+        """The batch, or the whole window if Lightning sees only one batch of it; and its share of a full window, since
+        an epoch's last one may be shorter."""
         found = self.find_apart(batch)
         share = 1.0 if self._read is None else len(self._read[1].sizes) / self._read[1].full
         return batch if found is None else found[0], share
 
     def find_apart(self, batch: Any) -> tuple[BatchWindow, str] | None:
-        """The window of which Lightning sees only this batch, and why it is not concatenated; None if there is none."""
+        """The window that this batch stands for, and why it is not concatenated; None if it stands for itself."""
         return self._apart if self._apart is not None and self._apart[0][-1] is batch else None
 
     def convert(self, batch: Any, convert: Callable[[Any], Any]) -> Any:
-        """`convert` the batch that Lightning sees, and the other batches of its window."""
+        """Convert the batch that Lightning sees, and the other batches of its window."""
         if (apart := self.find_apart(batch)) is not None:
             self._apart = BatchWindow(map(convert, apart[0])), apart[1]
             return self._apart[0][-1]

@@ -71,6 +71,10 @@ class Terms:
         left = "one batch" if round(batches) == 1 else f"{batches:,.0f} batches"
         return f"this run is too short to try it: trying may take 5 % of the remaining run, which is {left}"
 
+    def explain_no_pay_back(self, cost_s: float, step_ms: float) -> str | None:
+        """Why the rest of this run, whose steps take `step_ms`, cannot pay back a one-time cost; None if it can."""
+        return judge.explain_no_pay_back(cost_s, step_ms, self.steps_left)
+
     def explain_no_time(self, spent_s: float, needed_s: float, batch_ms: float, kept_s: float = 0.0) -> str | None:
         """Why there is no time for a trial of `needed_s` seconds after those already made, in a run whose batches take
         `batch_ms`; None if there is, or that is unknown. `kept_s`: see `judge.explain_no_time`."""
@@ -177,7 +181,7 @@ class TrialBudget:
         """Why the run is too short for a rung; None if the user enabled it, or its one-time cost may pay back."""
         if self._must_pay_back(step):
             step, step_ms = find_cheapest(step), self._first_ms * self.terms.batches_per_step
-            return judge.explain_no_pay_back(self._expect_first_call_s(step), step_ms, self.terms.steps_left)
+            return self.terms.explain_no_pay_back(self._expect_first_call_s(step), step_ms)
         return why if step.rung in self.terms.by_ladder else None
 
     def refuse(self, step: Step, captured: int = 0) -> str | None:
@@ -195,16 +199,16 @@ class TrialBudget:
             return None
         if self._must_pay_back(step):
             cost_s = self._expect_first_call_s(step)
-            return judge.explain_no_pay_back(cost_s, self.changed_step_ms, self.terms.steps_left)
+            return self.terms.explain_no_pay_back(cost_s, self.changed_step_ms)
         if not self.shares_time(step):
             return None
         if captured:
             again_s = max(0.0, self._first_ms - self.base_ms) / 1e3
-            if (no_pay_back := judge.explain_no_pay_back(again_s, self.step_ms, self.terms.steps_left)) is not None:
+            if (no_pay_back := self.terms.explain_no_pay_back(again_s, self.step_ms)) is not None:
                 return f"your own compiled code would recompile: {no_pay_back}"
         # Kernels are loaded once, with or without a trial: if that pays back, it does not count as part of the trial.
         loads_s = step.change.first_call_s
-        if judge.explain_no_pay_back(loads_s, self._find_shortened_ms(step), self.terms.steps_left) is None:
+        if self.terms.explain_no_pay_back(loads_s, self._find_shortened_ms(step)) is None:
             loads_s = 0.0
         return self.terms.explain_no_time(self._spent_s, 2 * self.play_s + loads_s, self.base_ms, self.kept_s)
 
@@ -227,7 +231,7 @@ class TrialBudget:
         steps' time."""
         risk_s = first_ms / 1e3
         loads = step.change.first_call_s > 0
-        return loads and judge.explain_no_pay_back(risk_s, self.step_ms, self.terms.steps_left) is None
+        return loads and self.terms.explain_no_pay_back(risk_s, self.step_ms) is None
 
     def keep_failure(self, step: Step, why: str) -> None:
         """Note that a rung failed, for later runs."""

@@ -16,6 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastloop.bridge.apply.rehearse import memory
 from fastloop.bridge.apply.rehearse.played import RunResults, read_streams, synchronize
+from fastloop.bridge.apply.rehearse.surroundings import surrounded
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.bridge.apply.state.untouched import preserve_state, read_prints
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.batch_norm.groups import BatchGroups
@@ -123,9 +125,8 @@ class CallRecorder:
                 grad, groups = torch.is_grad_enabled(), self.groups.count
                 self.calls.append(Call(name, *copies, grad, own, sources, trained, groups))
             except Exception as error:  # any error from copying a user's type
-                self.problem = (
-                    f"an argument of {name or 'the module'} cannot be copied: {type(error).__name__}: {error}"
-                )
+                what = f"an argument of {name or 'the module'}"
+                self.problem = f"{what} cannot be copied: {type(error).__name__}: {error}"
 
         return before
 
@@ -147,10 +148,10 @@ class _Hook:
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
 
-    is_deaf = False
+    is_paused = False
 
     def __call__(self, *args: Any) -> None:
-        if not _Hook.is_deaf:
+        if not _Hook.is_paused:
             self.call(*args)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
@@ -164,11 +165,11 @@ def _do_nothing(*_: Any) -> None:
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
     """Make recorders ignore calls inside ``with``, which belong to trials and not to a step."""
-    _Hook.is_deaf = True
+    _Hook.is_paused = True
     try:
         yield
     finally:
-        _Hook.is_deaf = False
+        _Hook.is_paused = False
 
 
 def _locate(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype] | None:
@@ -207,30 +208,13 @@ def copy_value(value: Any) -> Any:
 
 
 class CallReplayer:
-    """Replays recorded calls.
+    """Replays recorded calls in the contexts of a training step, and with the current conversions of the batch."""
 
-    Args:
-        context: the contexts of a training step: the precision's, and DDP's if it wraps the model.
-        convert: the conversions of batches, applied to arguments that are the batch's tensors.
-        groups: receives the number of user batches in each call.
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        calls: Sequence[Call],
-        device: torch.device,
-        *,
-        context: Callable[[], contextlib.AbstractContextManager[Any]],
-        convert: Callable[[Any], Any],
-        groups: BatchGroups,
-    ) -> None:
-        self.module, self.calls, self.device = module, calls, device
-        self._groups = groups
-        self._context, self._convert = context, convert
+    def __init__(self, site: LiveSite, calls: Sequence[Call]) -> None:
+        self._site, self._calls, self._device = site, calls, site.device
         self._cotangents: dict[tuple[int, int], torch.Tensor] = {}
-        self._random = torch.Generator(device=device)
-        self.modules = [module.get_submodule(name) for name in dict.fromkeys(call.name for call in calls)]
+        self._random = torch.Generator(device=site.device)
+        self.modules = [site.module.get_submodule(name) for name in dict.fromkeys(call.name for call in calls)]
 
     def has_dropout(self) -> bool:
         """Whether `replay` without dropout gives different results."""
@@ -256,28 +240,28 @@ class CallReplayer:
             if "torch._inductor.cudagraph_trees" in sys.modules:  # the call itself would import it, which takes seconds
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             made: dict[tuple[int, int], torch.Tensor] = {}
-            streams, held = read_streams(self.device), memory.forget_peak(self.device)
-            for index, call in enumerate(self.calls):
+            streams, held = read_streams(self._device), memory.forget_peak(self._device)
+            for index, call in enumerate(self._calls):
                 args, kwargs = _hand_on(made, call, [copy_value(call.args), copy_value(dict(call.kwargs))])
                 if call.is_of_batch:
-                    args, kwargs = self._convert(args), self._convert(kwargs)
-                synchronize(self.device)
+                    args, kwargs = map(self._site.staging.convert, (args, kwargs))
+                synchronize(self._device)
                 began = time.perf_counter()
                 self._replay_one(index, call, args, kwargs, played)
                 played.launch_ms += 1e3 * (time.perf_counter() - began)
-                synchronize(self.device)
+                synchronize(self._device)
                 played.ms += 1e3 * (time.perf_counter() - began)
                 latest = played.outputs[len(made) :]
                 made |= {(index, place): each for place, each in enumerate(latest)}
             if held is not None:
-                played.peak_bytes = (memory.read_peak(self.device) or 0) - held
-            played.is_random = not all(map(torch.equal, streams, read_streams(self.device)))
+                played.peak_bytes = (memory.read_peak(self._device) or 0) - held
+            played.is_random = not all(map(torch.equal, streams, read_streams(self._device)))
         return played
 
     def _replay_one(self, index: int, call: Call, args: Any, kwargs: Any, played: RunResults) -> None:
-        module = self.module.get_submodule(call.name)
-        with _toggled(module, call.trained), self._groups.of(call.groups):
-            with self._context(), torch.set_grad_enabled(call.grad):
+        module = self._site.module.get_submodule(call.name)
+        with _toggled(module, call.trained), self._site.groups.of(call.groups):
+            with surrounded(self._site), torch.set_grad_enabled(call.grad):
                 # A first layer may change its input in place, which is forbidden for leaves that require gradients.
                 output = module(*map_tensors(args, _take_off_leaf), **map_tensors(kwargs, _take_off_leaf))
             self._finish_one(index, call, module, (args, kwargs), output, played)

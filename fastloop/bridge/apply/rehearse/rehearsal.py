@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from fastloop.bridge.apply.read_training import find_precision
@@ -20,15 +19,14 @@ from fastloop.bridge.apply.rehearse.budget import COSTLY_LIMIT_S, LIMIT_S, Terms
 from fastloop.bridge.apply.rehearse.compared import draw, measure_rounding
 from fastloop.bridge.apply.rehearse.optimizer_twins import try_optimizers
 from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
-from fastloop.bridge.apply.rehearse.ranks import gather
+from fastloop.bridge.apply.rehearse.ranks import gather, gather_first, refuse_exchange
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder, CallReplayer
 from fastloop.bridge.apply.rehearse.remembered import Remembered
-from fastloop.bridge.apply.rehearse.surroundings import check_device, surrounded
-from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_cause, is_time_limit, limited
+from fastloop.bridge.apply.rehearse.surroundings import check_device
+from fastloop.bridge.apply.rehearse.time_limit import announced, explain, find_limit, limited
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.errors import NotApplicable, describe, is_out_of_memory
+from fastloop.errors import NotApplicable, describe, is_out_of_memory, walk_causes
 from fastloop.evidence.model import dynamo_graphs
-from fastloop.evidence.model.collectives import RefuseCollectives
 from fastloop.judge import rehearsal as judge
 from fastloop.judge.rehearsal import Deviation, RungOutcome
 from fastloop.records.plan import Rehearsed, Step
@@ -49,7 +47,6 @@ class ApplierHandle:
     unapply: Callable[[Step], None]
     settings: Callable[[str], Any]
     """Returns a rung's settings by its name."""
-    say: Callable[[str], None]
 
 
 class Rehearsal:
@@ -97,7 +94,7 @@ class Rehearsal:
     # -- the rehearsal itself -------------------------------------------------------------------------------------
 
     def run(self, estimate_recording_s: Callable[[float], float] | None = None) -> list[RungOutcome]:
-        """Try all rungs; those that stay are applied when this returns. See `StepRecorder.estimate_trial_s`."""
+        """Try all rungs; those that stay are applied when this returns. See `GraphedSteps.estimate_trial_s`."""
         outcomes: list[RungOutcome] = []
         self.stop_recording()
         self.site.step_bytes = memory.read_peak(self.site.device)
@@ -108,14 +105,7 @@ class Rehearsal:
         calls = self._recorder.calls
         names = dict.fromkeys(call.name for call in calls)
         self.site.recorded = {name: [(call.args, call.kwargs) for call in calls if call.name == name] for name in names}
-        self._replayer = CallReplayer(
-            self.site.module,
-            calls,
-            self.site.device,
-            context=partial(surrounded, self.site),
-            convert=self.site.staging.convert,
-            groups=self.site.groups,
-        )
+        self._replayer = CallReplayer(self.site, calls)
         modules = self._replayer.modules
         known = Remembered(modules, self.site.device, self.site.optimizers)
         self._budget = TrialBudget(self.terms, self.site.module, modules, known, self.handle.settings, self._first_ms)
@@ -171,12 +161,12 @@ class Rehearsal:
         """Play the unchanged modules and take their time. Returns why it failed, or None."""
         try:
             with (
-                announced("replaying the calls of the first step", self.handle.say),
+                announced("replaying the calls of the first step", self.site.say),
                 limited(LIMIT_S, cause="the rehearsal of your own model", do="write rehearsal: off"),
             ):
                 if self.site.trainer.world_size > 1 and not self.site.facts.compiled_by_user and not self._unchanged:
-                    with RefuseCollectives():  # type: ignore[no-untyped-call]
-                        self._replayer.replay()  # ranks play different numbers of times
+                    with refuse_exchange(self.site.trainer):  # ranks play different numbers of times
+                        self._replayer.replay()
                 began = time.perf_counter()
                 self._unchanged[dropout] = base = self._replayer.replay(dropout=dropout)
                 self._budget.play_s = time.perf_counter() - began
@@ -216,15 +206,14 @@ class Rehearsal:
 
     def _refuse(self, step: Step) -> str | None:
         """Why a rung is not even tried, if any rank refuses it, or None."""
-        every = gather(self.site.trainer, self._budget.refuse(step, self._captured))
-        return next((each for each in every if each is not None), None)
+        return gather_first(self.site.trainer, self._budget.refuse(step, self._captured))
 
     def _try_here(self, step: Step, before: Sequence[RungOutcome]) -> RungOutcome:
         """Apply a rung and replay what it changes; undo it if that fails. No collectives."""
         limit_s, do = self._budget.limit_s(step), f"write rungs.{step.rung}.enabled: false"
         try:
             with (
-                announced(f"trying {step.rung} on the calls of the first step", self.handle.say),
+                announced(f"trying {step.rung} on the calls of the first step", self.site.say),
                 limited(limit_s, cause=f"the rehearsal of {step.rung}", do=do),
             ):
                 if step.change.rehearse == "optimizers":
@@ -235,11 +224,12 @@ class Rehearsal:
             fault, is_lasting = describe(error), False
         except Exception as error:
             # Limits and memory may be this run's own, and an optimizer's twin may fail for unrelated reasons.
-            host_lacks_memory = find_cause(error, lambda each: isinstance(each, MemoryError)) is not None
+            causes = list(walk_causes(error))
+            host_lacks_memory = any(isinstance(each, MemoryError) for each in causes)
             fault, is_lasting = explain(error), step.change.rehearse == "modules" and not host_lacks_memory
-            if find_cause(error, is_out_of_memory) is not None:
+            if any(map(is_out_of_memory, causes)):
                 fault, is_lasting = "there was not enough memory to try it", False
-            elif find_cause(error, is_time_limit) is not None:
+            elif find_limit(error) is not None:
                 self._budget.note_limit(step, limit_s)
                 is_lasting = is_lasting and limit_s == COSTLY_LIMIT_S
         else:
@@ -284,25 +274,25 @@ class Rehearsal:
             is_costly=is_costly(step),
             first_call_s=first_s,
             is_cheaper=step not in self.steps,
-            rehearsed=Rehearsed(
-                deviation=largest,
-                eager_ms=self._budget.base_ms,
-                changed_ms=changed_ms,
-                of_batch=self._recorder.is_whole,
-            ),
+            rehearsed=self._describe(largest, changed_ms),
             pays_back_after_steps=judge.count_pay_back_steps(first_s, saved_ms) if is_costly(step) else None,
         )
 
     def _give_up(self, step: Step, fault: str, seen: Deviation, ms: float) -> RungOutcome:
         """Return the outcome of a slow rung that was played only once. Replays may still show it to be fast, if its
         results are right."""
-        result = Rehearsed(
-            deviation=seen.largest, eager_ms=self._budget.base_ms, changed_ms=ms, of_batch=self._recorder.is_whole
-        )
-        is_right = judge.is_close(seen, find_precision(self.site.trainer, self.site.module))
         return RungOutcome(
-            rung=step.rung, fault=fault, is_lasting=False, on_modules=True, is_slower=is_right, rehearsed=result
+            rung=step.rung,
+            fault=fault,
+            is_lasting=False,
+            on_modules=True,
+            is_slower=judge.is_close(seen, find_precision(self.site.trainer, self.site.module)),
+            rehearsed=self._describe(seen.largest, ms),
         )
+
+    def _describe(self, deviation: float | None, changed_ms: float) -> Rehearsed:
+        base_ms, is_whole = self._budget.base_ms, self._recorder.is_whole
+        return Rehearsed(deviation=deviation, eager_ms=base_ms, changed_ms=changed_ms, of_batch=is_whole)
 
     def _try_without_others(self, step: Step, failed: RungOutcome, before: list[RungOutcome]) -> RungOutcome:
         """Retry a failed rung without each kept one in turn: two may fail only together; then the faster one stays."""

@@ -129,16 +129,16 @@ def describe_optimizers(optimizers: Sequence[Any]) -> str:
     for each in optimizers:
         parts.append(f"{type(each).__module__}.{type(each).__qualname__}")
         for group in getattr(each, "param_groups", ()):
-            parts.append(sorted((name, _tell(value)) for name, value in group.items() if name != "params"))
+            parts.append(sorted((name, _describe_setting(value)) for name, value in group.items() if name != "params"))
             parts.append([(tuple(one.shape), str(one.dtype), one.device.type) for one in group["params"]])
     return _digest(*map(repr, parts))
 
 
-def _tell(setting: Any) -> str:
+def _describe_setting(setting: Any) -> str:
     if isinstance(setting, float):
         return f"float {setting != 0}"
     if isinstance(setting, (list, tuple)):
-        return ", ".join(map(_tell, setting))
+        return ", ".join(map(_describe_setting, setting))
     return repr(setting) if isinstance(setting, (bool, int, str, type(None))) else type(setting).__qualname__
 
 

@@ -137,7 +137,7 @@ class StepTimingCheck:
         if not any(found for found, _ in every) or not all(room for _, room in every):
             return
         rungs = ", ".join(step.rung for step in self.steps)
-        self.handle.say(f"batches take longer than in the rehearsal: a few now run without {rungs}, to compare")
+        self.site.say(f"batches take longer than in the rehearsal: a few now run without {rungs}, to compare")
         while not self._is_between_steps:
             yield
         self._waits = True

@@ -83,7 +83,7 @@ def _alarm(seconds: float) -> Iterator[None]:
         if is_over:
             return
         if raised is not None and raised() is not None:
-            # An exception is on its way out: nothing may interrupt what puts things back.
+            # The exception is still being handled: nothing may interrupt the clean-up.
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
             return
         if time.monotonic() < latest and not _may_raise_in(frame, within):
@@ -212,14 +212,10 @@ def announced(what: str, say: Callable[[str], None]) -> Iterator[None]:
 def explain(error: Exception) -> str:
     """Describe the error. A compile may wrap a `TimeLimit` raised inside it in its own error; an exception that a
     signal handler raised passes through."""
-    limit = find_cause(error, is_time_limit)
+    limit = find_limit(error)
     return describe(error) if limit is None else str(limit)
 
 
-def is_time_limit(error: BaseException) -> bool:
-    return isinstance(error, TimeLimit)
-
-
-def find_cause(error: BaseException, is_wanted: Callable[[BaseException], bool]) -> BaseException | None:
-    """The error itself or one in its chain of causes, if it is wanted; else None."""
-    return next(filter(is_wanted, walk_causes(error)), None)
+def find_limit(error: BaseException) -> TimeLimit | None:
+    """The `TimeLimit` that this error is, or that caused it; None if there is none."""
+    return next((each for each in walk_causes(error) if isinstance(each, TimeLimit)), None)

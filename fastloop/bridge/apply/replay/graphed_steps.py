@@ -30,11 +30,10 @@ from fastloop.bridge.apply.replay.recorded_update import RecordedUpdates, is_fro
 from fastloop.bridge.apply.replay.step_code import find_outside, list_outer_values, list_step_functions
 from fastloop.bridge.apply.replay.step_watch import LogCall, StepWatch, WatchedIndex
 from fastloop.bridge.apply.site import LiveSite
-from fastloop.bridge.apply.staging import set_attribute
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import HOOKS, StateSnapshot, keep_random_streams, preserve_parameters
+from fastloop.bridge.attributes import set_attribute
 from fastloop.errors import NotApplicable, describe
-from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import iterate_tensors, map_tensors, walk_tensors
 from fastloop.feeds.splitting import get_loss
 from fastloop.feeds.step_graph.recording import CudaRecorder
@@ -63,21 +62,12 @@ class GraphedSteps:
         asked: the user enabled this explicitly, so it need not be faster.
         terms: the conditions that limit what trials may cost; None if there are none. Not used if `asked`.
         is_ready: whether all other trials are over.
-        one_time: collects one-time costs, which belong to no step.
     """
 
     make_recorder: Callable[[torch.device], CudaRecorder] = CudaRecorder
 
-    def __init__(
-        self,
-        site: LiveSite,
-        *,
-        asked: bool,
-        terms: Terms | None = None,
-        is_ready: Callable[[], bool],
-        one_time: OneTime,
-    ) -> None:
-        self._site, self._asked, self._is_ready, self._one_time = site, asked, is_ready, one_time
+    def __init__(self, site: LiveSite, *, asked: bool, terms: Terms | None, is_ready: Callable[[], bool]) -> None:
+        self._site, self._asked, self._is_ready, self._one_time = site, asked, is_ready, site.one_time
         self._terms = Terms(weighs_costs=False) if asked or terms is None else terms.of_run(site.trainer)
         self.refused: str | None = None
         """Why no step is replayed from now on; None if steps may be."""
@@ -85,7 +75,7 @@ class GraphedSteps:
         self._updates = RecordedUpdates()
         self._seen: dict[str, Any] = {}
         self._launch_share, self._changed = 0.0, ""
-        self._allowed, self._let_pass, self._is_wanted = MOST_RECORDINGS, 0, False
+        self._allowed, self._lets_one_pass, self._is_wanted = MOST_RECORDINGS, False, False
         self._step_began_s: float | None = None
         self._times_s = deque[float](maxlen=MOST_SHAPES)
         """Times from the start of one eager step to the start of the next, without one-time costs."""
@@ -154,11 +144,11 @@ class GraphedSteps:
             return 0.0
         return _estimate_s(PLAYS, batch_ms)
 
-    def record_anew(self, *, let_pass: int = 1) -> None:
-        """The step has changed: drop its recording, and make a new one after `let_pass` eager steps, in which torch
-        compiles and plans what is new."""
+    def record_anew(self) -> None:
+        """The step has changed: drop its recording, and make a new one after one eager step, in which torch compiles
+        and plans what is new."""
         self._drop()
-        self.refused, self._let_pass, self._is_wanted = None, let_pass, True
+        self.refused, self._lets_one_pass, self._is_wanted = None, True, True
         self._allowed += 1
 
     def undo(self) -> None:
@@ -194,8 +184,8 @@ class GraphedSteps:
         if self._guard is not None and not self._guard.holds():
             self._changed = self._guard.explain()
             self._drop()  # outdated: a parameter was unfrozen or moved, a module switched, a number set
-        if self._step is None and (self._let_pass or _is_observed(self._site.device)):
-            self._let_pass = max(0, self._let_pass - 1)
+        if self._step is None and (self._lets_one_pass or _is_observed(self._site.device)):
+            self._lets_one_pass = False
             return False
         if self._step is None:
             before, self._last_key = self._last_key, key
@@ -210,9 +200,8 @@ class GraphedSteps:
     def _try(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Record the step and compare it with the eager one; then restore everything."""
         if self.recordings == self._allowed:
-            self.refused = (
-                f"the model changed after each of {self.recordings} recordings, most recently {self._changed}"
-            )
+            after = f"after each of {self.recordings} recordings"
+            self.refused = f"the model changed {after}, most recently {self._changed}"
             return
         self._trial_began_s = time.perf_counter()
         try:

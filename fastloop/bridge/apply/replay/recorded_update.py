@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fastloop.bridge.apply.rehearse.optimizer_twins import OPTIMIZER_LIMIT
 from fastloop.bridge.apply.rehearse.played import RunResults, compare_results
-from fastloop.bridge.apply.staging import StandsFor
+from fastloop.bridge.attributes import replace_method
 from fastloop.errors import NotApplicable, describe
 from fastloop.feeds.step_graph.recording import CudaRecorder
 from fastloop.feeds.step_graph.static_step import Gradients, StaticStep
@@ -87,20 +87,13 @@ class RecordedUpdate:
         """Number of replayed updates, and of updates since the last of them that could not be replayed."""
         self._static = StaticUpdate(optimizer, gradients)
         _compare(self._static, recorder)
-        self._is_on, self._had = True, own
-        self._ours = StandsFor(optimizer.step, self._step)
-        setattr(self._ours, SCHEDULED, True)
-        optimizer.step = self._ours
+        self._is_on, self._put_back = True, replace_method(optimizer, "step", self._step)
+        setattr(optimizer.step, SCHEDULED, True)
 
     def let_go(self) -> None:
-        """Let torch update the parameters from now on."""
+        """Let torch update the parameters from now on, also if somebody has wrapped our `step`."""
         self._is_on = False
-        if vars(self._optimizer).get("step") is not self._ours:
-            return  # somebody has wrapped it since
-        if self._had is None:
-            del self._optimizer.step
-        else:
-            self._optimizer.step = self._had
+        self._put_back()
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's `step`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastloop.bridge.apply.site import attribute
+from fastloop.bridge.attributes import attribute
 
 _STATIC = ("strategy", "world_size", "global_rank", "local_rank", "node_rank", "datamodule", "training", "num_devices")
 """Trainer attributes that a step may read: they are the same at each step."""

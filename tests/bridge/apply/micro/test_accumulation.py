@@ -21,7 +21,6 @@ from fastloop.bridge.apply import read_facts
 from fastloop.bridge.apply.micro import accumulation, choice, search_run, windows
 from fastloop.bridge.apply.micro.batches import MicroBatches
 from fastloop.bridge.apply.micro.choice import PieceChoice
-from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import BatchWindow
 from tests.models import distance as apart
 from tests.models import weights
@@ -416,7 +415,8 @@ def test_windows_behind_a_feed(module: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_conversion_in_mid_run_reaches_a_window_that_came_apart() -> None:
     """A rung that a rehearsal keeps converts the batch at hand, which was on the device before it."""
-    micro = MicroBatches(PieceChoice(32, rung="batch", one_time=OneTime()))
+    nothing: Any = None
+    micro = MicroBatches(PieceChoice(32, "batch", {}, site=nothing, live=nothing))
     apart = BatchWindow([torch.zeros(2, 3), torch.ones(2, 4)])
     shown = micro.show_window(apart)
     assert (

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from fastloop.bridge.apply.live_plan import LivePlan
 from fastloop.bridge.apply.micro import choice
 from fastloop.bridge.apply.micro.choice import PieceChoice
+from fastloop.bridge.apply.site import LiveSite
 from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.batch_tree import BatchWindow
+from fastloop.ladder import Ladder
+from fastloop.records.facts import Facts
 from tests.runs import Net, batches, run
 
 MERGE, ACCUMULATE = {"batch": {"micro_batch": 16}}, {"accumulate_grad_batches": 4}
@@ -44,14 +48,17 @@ class Ranks:
 
 def choose_windows(ranks: Any, windows: Sequence[Any], held: Sequence[Sequence[str]]) -> list[tuple[bool, int, Any]]:
     """For each window: whether it runs apart, in how many pieces, and the reason of the first that does."""
-    made = PieceChoice(4, rung="batch", list_held=lambda: WAITING.rungs, one_time=OneTime())
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=0), current_epoch=0)
+    site = LiveSite(trainer, ranks, Facts(), None, warn=str, say=str, one_time=OneTime())  # type: ignore[arg-type]
+    live = LivePlan(Ladder(), strict=False, refused={}, cheaper=set())
+    made = PieceChoice(4, "batch", {}, site, live)
     made.windows.sampler = SimpleNamespace(window=2, sizes=deque([(2, 2)] * len(windows)))  # type: ignore[assignment]
     found = []
     for number, batch in enumerate(windows):
-        WAITING.rungs = held[number]
+        WAITING.rungs = live.held = frozenset(held[number])
         shown = made.windows.show(batch, made.refused) if isinstance(batch, BatchWindow) else batch
-        trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=number), current_epoch=0)
-        pieces, apart = made.choose(ranks, trainer, shown, (number,))
+        trainer.fit_loop.total_batch_idx = number
+        pieces, apart = made.choose(shown, (number,))
         found.append((apart, len(pieces), made.evidence()["apart_why"]))
     return found
 

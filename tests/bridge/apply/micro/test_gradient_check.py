@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop.bridge.apply.micro import choice, gradient_check
 from fastloop.bridge.apply.micro.choice import PieceChoice
+from fastloop.bridge.apply.micro.windows import StepCall
 from fastloop.bridge.apply.rehearse import played
 from fastloop.bridge.apply.rehearse.recorded_calls import CallRecorder
 from fastloop.bridge.apply.state.untouched import StateSnapshot
@@ -537,8 +538,8 @@ def test_a_batch_that_cannot_be_cut_is_not_compared_later(monkeypatch: pytest.Mo
         refused.append(size)
         raise CannotRegroup("two first dimensions")
 
-    def leave_whole(self: Any, batch: Any, trainer: Any, window: Any) -> list[Piece]:
-        return [Piece(batch, 8, 1.0), Piece(batch, 8, 1.0)]
+    def leave_whole(self: Any, call: StepCall) -> list[Piece]:
+        return [Piece(call.batch, 8, 1.0), Piece(call.batch, 8, 1.0)]
 
     first = iter([True])
     monkeypatch.setattr(PieceChoice, "_weigh", _skip_first(PieceChoice._weigh, first))

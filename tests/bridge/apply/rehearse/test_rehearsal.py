@@ -904,6 +904,7 @@ def test_ranks_whose_modules_differ_in_dropout_ask_each_other_equally_often(monk
             return [mine, not mine] if isinstance(mine, bool) else [mine, mine]
 
         monkeypatch.setattr(rehearsal, "gather", gather)
+        monkeypatch.setattr("fastloop.bridge.apply.rehearse.ranks.gather", gather)
         change = Change(actions=(), parity="approximate", rehearse="modules", pay_back="ignore")
         step: Any = rehearsal.Step(rung="compile", status="planned", change=change)
         this: Any = rehearsal.Rehearsal.__new__(rehearsal.Rehearsal)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastloop import FastLoop
-from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, find_cause, is_time_limit, limited
+from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, find_limit, limited
 from fastloop.errors import let_through
 
 WORDS = {"cause": "the rehearsal of amp", "do": "write rungs.amp.enabled: false"}
@@ -265,7 +265,7 @@ def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
     own = ValueError("own")
     with pytest.raises(ValueError, match="own"):
         raise_itself(own)
-    assert own.__cause__ is own and find_cause(own, is_time_limit) is None
+    assert own.__cause__ is own and find_limit(own) is None
     limit = TimeLimit()
     own.__context__, own.__cause__ = limit, None
-    assert find_cause(own, is_time_limit) is limit
+    assert find_limit(own) is limit

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastloop.bridge.apply.replay.recorded_update import RecordedUpdate
-from fastloop.bridge.apply.staging import StandsFor
+from fastloop.bridge.attributes import StandsFor
 from fastloop.feeds.step_graph.static_update import StaticUpdate
 from tests import models
 from tests.bridge.apply.replay import test_graphed_steps

@@ -12,9 +12,9 @@ import torch
 
 from fastloop import FastLoop
 from fastloop.bridge.apply.rehearse.budget import Terms
-from fastloop.bridge.apply.rehearse.replay_look import ReplayTimingCheck
 from fastloop.bridge.apply.replay import graph_guard, graphed_steps
 from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
+from fastloop.bridge.apply.replay.replay_look import ReplayTimingCheck
 from fastloop.judge import rehearsal as judge
 from fastloop.records.plan import Action, Applied, Change, Site
 from fastloop.rungs import host

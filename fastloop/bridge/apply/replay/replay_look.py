@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from fastloop.bridge.apply.rehearse.budget import Terms
 from fastloop.bridge.apply.rehearse.rehearsal import ApplierHandle
+from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
 from fastloop.bridge.apply.site import LiveSite
 from fastloop.errors import describe
 from fastloop.judge import rehearsal as judge
@@ -22,25 +22,6 @@ from fastloop.records.plan import Rehearsed, Step
 
 Batches = Generator[None, None, None]
 """Resumed at the start of each batch."""
-
-
-class StepRecorder(Protocol):
-    """The recorded step of this run."""
-
-    refused: str | None
-
-    @property
-    def replay_ms(self) -> float | None:
-        """How long a replay takes; None if no step is recorded."""
-
-    def estimate_trial_s(self, batch_ms: float) -> float:
-        """How long it takes to record a step of `batch_ms` and to compare its replay; 0 if none will be recorded."""
-
-    def explain_no_time(self, trials: int) -> str | None:
-        """Why there is no time to record the step `trials` more times; None if there is."""
-
-    def record_anew(self) -> None:
-        """Record the step again: it has changed."""
 
 
 class ReplayTimingCheck:
@@ -57,12 +38,12 @@ class ReplayTimingCheck:
         self,
         site: LiveSite,
         slower: Sequence[tuple[Step, RungOutcome]],
-        recorder: StepRecorder,
+        graphs: GraphedSteps,
         terms: Terms,
         handle: ApplierHandle,
     ) -> None:
         self.outcomes: list[RungOutcome] = []
-        self._site, self._slower, self._recorder, self._terms, self._handle = site, slower, recorder, terms, handle
+        self._site, self._slower, self._graphs, self._terms, self._handle = site, slower, graphs, terms, handle
         self._global_step, self._is_between_steps = site.trainer.global_step, True
         self._batches = self._run()
 
@@ -75,20 +56,20 @@ class ReplayTimingCheck:
     def _run(self) -> Batches:
         yield from self._wait_for_recording()
         for step, outcome in self._slower:
-            without_ms = self._recorder.replay_ms
+            without_ms = self._graphs.replay_ms
             if without_ms is None:
                 return
-            if not self._may_pay(outcome, without_ms) or self._recorder.explain_no_time(trials=2) is not None:
+            if not self._may_pay(outcome, without_ms) or self._graphs.explain_no_time(trials=2) is not None:
                 continue
             try:
                 self._handle.apply(step)
             except Exception as error:
                 self._handle.unapply(step)
-                self._handle.say(f"{step.rung} stays off: {describe(error)}")
+                self._site.say(f"{step.rung} stays off: {describe(error)}")
                 continue
             self.outcomes.append(outcome)
             yield from self._record()
-            with_ms = self._recorder.replay_ms
+            with_ms = self._graphs.replay_ms
             if with_ms is not None and with_ms < judge.REPLAY_GAIN * without_ms:
                 self.outcomes[-1] = self._keep(outcome, with_ms, without_ms)
             else:
@@ -101,7 +82,7 @@ class ReplayTimingCheck:
         if not terms.weighs_costs or not outcome.first_call_s:
             return True
         step_ms = replay_ms * terms.batches_per_step
-        return judge.explain_no_pay_back(outcome.first_call_s, step_ms, terms.steps_left) is None
+        return terms.explain_no_pay_back(outcome.first_call_s, step_ms) is None
 
     def _keep(self, outcome: RungOutcome, with_ms: float, without_ms: float) -> RungOutcome:
         saved_ms = (without_ms - with_ms) * self._terms.batches_per_step
@@ -110,14 +91,14 @@ class ReplayTimingCheck:
         if outcome.rehearsed is not None:
             seen = replace(seen, deviation=outcome.rehearsed.deviation)
         times = f"{format_short(with_ms, 'ms')} with it, {format_short(without_ms, 'ms')} without it"
-        self._handle.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
+        self._site.say(f"{outcome.rung} is on after all: a replayed step takes {times}")
         return replace(outcome, fault=None, is_slower=False, rehearsed=seen, pays_back_after_steps=pays_back)
 
     def _record(self) -> Batches:
-        self._recorder.record_anew()
+        self._graphs.record_anew()
         yield from self._wait_for_recording()
 
     def _wait_for_recording(self) -> Batches:
         """Wait until a step is recorded or none can be, and then for the end of a step."""
-        while (self._recorder.replay_ms is None and self._recorder.refused is None) or not self._is_between_steps:
+        while (self._graphs.replay_ms is None and self._graphs.refused is None) or not self._is_between_steps:
             yield

@@ -9,11 +9,11 @@ from typing import Any
 
 from fastloop.bridge.apply.rehearse.budget import find_cheapest, is_quick
 from fastloop.bridge.apply.rehearse.rehearsal import Rehearsal
-from fastloop.bridge.apply.rehearse.replay_look import ReplayTimingCheck, StepRecorder
 from fastloop.bridge.apply.rehearse.second_look import StepTimingCheck
 from fastloop.bridge.apply.rehearse.time_limit import leaves_on_sigterm
+from fastloop.bridge.apply.replay.graphed_steps import GraphedSteps
+from fastloop.bridge.apply.replay.replay_look import ReplayTimingCheck
 from fastloop.errors import FastLoopError, describe
-from fastloop.evidence.clock.one_time import OneTime
 from fastloop.feeds.call_shapes import Sizes, find_changes, read_sizes
 from fastloop.judge.rehearsal import RungOutcome
 from fastloop.records.measurement import FIRST_CALLS
@@ -30,9 +30,7 @@ class RungTrials:
         rehearsal: the rehearsal to run.
         pause: undoes a rung that may come back.
         record_outcomes: receives the outcomes of some rungs.
-        one_time: collects one-time costs, here the rehearsal's time.
-        warn: receives a line that the user must not miss.
-        recorder: records the step of this run; None: steps are not replayed.
+        graphs: replays the steps of this run; None: they are not replayed.
         may_grow: whether micro-batches become larger once the rungs that cost nothing to switch are on. The other rungs
             are then rehearsed one step later.
     """
@@ -43,24 +41,17 @@ class RungTrials:
         *,
         pause: Callable[[Step], None],
         record_outcomes: Callable[[Sequence[RungOutcome]], None],
-        one_time: OneTime,
-        warn: Callable[[str], None],
-        recorder: StepRecorder | None = None,
-        may_grow: Callable[[], bool] = lambda: False,
+        graphs: GraphedSteps | None,
+        may_grow: Callable[[], bool],
     ) -> None:
-        self._recorder, self._terms, self._may_grow = recorder, rehearsal.terms, may_grow
+        self._graphs, self._terms, self._may_grow = graphs, rehearsal.terms, may_grow
         self._tried: tuple[list[Step], list[RungOutcome]] = [], []
         """Rungs of an earlier rehearsal, and what came of them."""
         self._slower: list[tuple[Step, RungOutcome]] = []
         """Rungs that eager steps were slower with."""
         self._replay_check: ReplayTimingCheck | None = None
-        self._site, self._handle, self._pause, self._record_outcomes = (
-            rehearsal.site,
-            rehearsal.handle,
-            pause,
-            record_outcomes,
-        )
-        self._one_time, self._warn = one_time, warn
+        self._site, self._handle = rehearsal.site, rehearsal.handle
+        self._pause, self._record_outcomes = pause, record_outcomes
         self._rehearsal: Rehearsal | None = rehearsal
         self._second_look: StepTimingCheck | None = None
         """The second look at the rungs that the rehearsal kept; None before and after it."""
@@ -124,13 +115,13 @@ class RungTrials:
             return
         self._rehearsal, terms, later = None, rehearsal.terms, self._take_later(rehearsal)
         try:
-            with self._one_time.span("rehearsal"), leaves_on_sigterm(self._site.trainer):
-                outcomes = rehearsal.run(self._recorder.estimate_trial_s if self._recorder is not None else None)
+            with self._site.one_time.span("rehearsal"), leaves_on_sigterm(self._site.trainer):
+                outcomes = rehearsal.run(self._graphs.estimate_trial_s if self._graphs is not None else None)
         except FastLoopError:
             raise
         except Exception as error:  # our own error: the rehearsal catches all errors of user code
             why = f"the rehearsal failed: {describe(error)}"
-            self._warn(f"the rehearsed rungs are off: {why}")
+            self._site.warn(f"the rehearsed rungs are off: {why}")
             outcomes = self._drop(rehearsal.steps, why, is_lasting=True)
         except BaseException:  # an interrupt: no step has run with any of them, and a report follows
             for step in rehearsal.steps:
@@ -139,7 +130,7 @@ class RungTrials:
         kept = {outcome.rung for outcome in outcomes if outcome.fault is None}
         for rung, began, seconds in rehearsal.first_calls:
             if rung in kept:
-                self._one_time.add_span(FIRST_CALLS, began, began + seconds)
+                self._site.one_time.add_span(FIRST_CALLS, began, began + seconds)
         self._record_outcomes(outcomes)
         self._tried = self._tried[0] + rehearsal.steps, self._tried[1] + outcomes
         if later:
@@ -171,7 +162,7 @@ class RungTrials:
         self._second_look, self.seen = None, look.seen
         self._record_outcomes(outcomes)
         for outcome in outcomes:
-            self._warn(f"{outcome.rung} is now off: {outcome.fault}")
+            self._site.warn(f"{outcome.rung} is now off: {outcome.fault}")
         self._note_slower(look.steps, outcomes)
 
     def _note_slower(self, steps: Sequence[Step], outcomes: Sequence[RungOutcome]) -> None:
@@ -180,8 +171,8 @@ class RungTrials:
         for step in steps:
             if (outcome := slower.get(step.rung)) is not None:
                 self._slower.append((find_cheapest(step) if outcome.is_cheaper else step, outcome))
-        if self.eager_trials_are_over and self._slower and self._recorder is not None:
-            self._replay_check = ReplayTimingCheck(self._site, self._slower, self._recorder, self._terms, self._handle)
+        if self.eager_trials_are_over and self._slower and self._graphs is not None:
+            self._replay_check = ReplayTimingCheck(self._site, self._slower, self._graphs, self._terms, self._handle)
 
     def _look_at_replays(self, look: ReplayTimingCheck) -> None:
         try:
