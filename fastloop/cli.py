@@ -263,11 +263,21 @@ def tune(conf: str, what: str, json_to: str | None, **options: Any) -> None:
     _run_and_print(lambda: commands.tune.tune(conf, what, Request(**options), _print), json_to)
 
 
+def _take_one(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> str | None:
+    """Return an option's only value: given twice, the first would be dropped, while other commands merge both."""
+    values, name = _refuse_option(context, option, given), option.opts[0]
+    if len(values) > 1:
+        do = f"put base: [{', '.join(values)}] into a YAML file, and pass that file"
+        raise ConfigError(got=" ".join(f"{name} {value}" for value in values), why="only one is taken", do=do)
+    return values[0] if values else None
+
+
 @cli.command("exec")
 @click.option(
     "--config",
+    multiple=True,
     metavar="LADDER",
-    callback=_refuse_option,
+    callback=_take_one,
     help="Rungs to enable: a ladder, rung or file; default: only watch.",
 )
 @_out

@@ -168,6 +168,12 @@ MISTYPED = [
         "--out needs a value, and --force is an option",
         "write --out DIR, or drop --out",
     ),
+    (
+        "exec --config safe --config amp -- python train.py",
+        "--config safe --config amp",
+        "only one is taken",
+        "put base: [safe, amp] into a YAML file, and pass that file",
+    ),
     ("rungs amp --json", "--json", "Option '--json' requires an argument.", "write a value after --json, or drop it"),
     (
         "ab cifar10 --vs amp --args --lr=1",

@@ -335,6 +335,6 @@ def _read_global_batch(trial: Trial | None) -> int | None:
 
 def classify_promise(keys: Sequence[str], *, same_batch: bool) -> Parity:
     """Return the parity class of an arm that changes more than rungs: different Trainer settings or code count as the
-    same training if the gates confirm it; a different recipe, seed, or global batch is another training."""
+    same training if the gates confirm it; a different recipe or global batch is another training."""
     same = same_batch and all(key == SOURCE or key.startswith("trainer.") for key in keys)
     return "approximate" if same else "changes-training"

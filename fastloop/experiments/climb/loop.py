@@ -148,9 +148,9 @@ class Climb(Measured):
     def _measure_ladders(self) -> None:
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen.
 
-        A ladder that does not fit into the budget is left out. Once one was faster, time is kept for its screen and
-        proof if there is enough, and the others are expected to be as fast. In a hurry, ladders whose rungs it contains
-        come last: they are rarely faster.
+        A ladder that does not fit into the budget is left out, and the climb goes on with a faster one whose proof fits.
+        Once one was clearly faster, time is kept for its screen and proof if there is enough, and the others are
+        expected to be as fast. In a hurry, ladders whose rungs it contains come last: they are rarely faster.
         """
         spent, keeps, fastest, expected_ms = None, False, 0.0, self.known.costs.now_ms
         ladders = {} if self.stack else list_bundles(self.known) | list_ladders(self.start)
@@ -188,8 +188,14 @@ class Climb(Measured):
             self.save()
         if keeps:
             self.runner.reserve()
-        if spent is not None:
+        if spent is not None and not self._has_time_to_prove(self._choose()):
             raise spent
+
+    def _has_time_to_prove(self, chosen: Candidate | str) -> bool:
+        """Whether this is a ladder, and there is time for its screen and proof."""
+        if not isinstance(chosen, Candidate) or not chosen.whole:
+            return False
+        return self._estimate_to_proof_s(chosen.patches[0]["rungs"]) <= self.runner.left_with_grace_s()
 
     def _defer_slow_compiles(self, ladders: Mapping[str, Stack]) -> Mapping[str, Stack]:
         """Put ladders last if they compile for so long that the budget has no time left to prove them, unless that is

@@ -752,6 +752,19 @@ def test_a_ladder_that_does_not_fit_leaves_its_time_to_the_others() -> None:
     assert climb.ladders and "full" not in climb.ladders
 
 
+def test_a_ladder_that_does_not_fit_ends_no_climb_that_has_time_to_prove_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A script of 64 steps ended after 19 of 90 s, with a ladder that was a seventh faster, because `full` compiles."""
+    monkeypatch.setattr(simulated_runner, "START_S", 2.0)
+    machine = Machine(decode_ms=0.1, copy_ms=0, device_ms=8, host_ms=0.1, factors={"amp": 0.87}, ends_at=64)
+    climb = make_climb(SimulatedRunner(machine).with_budget(90), ladders=list_shipped())
+    with contextlib.suppress(Spent):
+        climb.climb()
+    assert "full" not in climb.ladders and climb.put_off == ["full"]
+    assert [row.key for row in climb.rows if row.kept] == ["ladder-bf16"] and climb.confirm() is not None
+
+
 @pytest.mark.parametrize("ends_at", [72, 18], ids=["in the window", "in the warm-up"])
 def test_a_script_that_ends_soon_is_asked_for_no_more_and_waited_for_no_longer(ends_at: int) -> None:
     """As many seconds as its own runs take are enough: a window of seconds would have 400 steps and take 18 s."""
