@@ -148,8 +148,8 @@ class Climb(Measured):
     def _measure_ladders(self) -> None:
         """Run the start once with each shipped ladder, to try the fastest first; this run is part of its screen.
 
-        A ladder that does not fit into the budget is left out, and the climb goes on with a faster one whose proof fits.
-        Once one was clearly faster, time is kept for its screen and proof if there is enough, and the others are
+        A ladder that does not fit into the budget is left out, and the climb goes on with a faster one whose proof
+        fits. Once one was clearly faster, time is kept for its screen and proof if there is enough, and the others are
         expected to be as fast. In a hurry, ladders whose rungs it contains come last: they are rarely faster.
         """
         spent, keeps, fastest, expected_ms = None, False, 0.0, self.known.costs.now_ms
