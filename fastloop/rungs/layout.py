@@ -2,7 +2,7 @@
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
 Costs           one conversion of the weights at the start, and of each image batch; cuDNN loads other kernels, which
-                takes 0.3 to 0.7 s for each depthwise convolution. Random numbers that are drawn in
+                takes 0.3 to 1 s for each depthwise convolution. Random numbers that are drawn in
                 an image's memory order (dropout, randn_like) fall on other elements; on the CPU, randn_like also
                 leaves torch's random stream at another place, so that later shuffles differ.
 Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule,
@@ -37,8 +37,8 @@ CARD = Card(
     },
 )
 CONV_S, DEPTHWISE_S = 0.005, 0.5
-"""Time to load a convolution's channels-last kernels once: 2 to 5 ms on an H200, but 0.3 s in float32 and 0.7 s in
-bfloat16 for a depthwise one."""
+"""Time to load a convolution's channels-last kernels once: 2 to 9 ms on an H200, but 0.3 to 0.4 s in float32 and 0.7 to
+1 s in bfloat16 for a depthwise one."""
 
 
 @dataclass(frozen=True, kw_only=True)
