@@ -74,7 +74,10 @@ def run_all(options: argparse.Namespace, place: Path) -> None:
         if left_s < needed_s:
             return {**case._asdict(), "left_out": f"takes about {needed_s:.0f} s, {max(0, left_s):.0f} s left"}
         limit_s = min(options.limit, left_s)
-        return run_one(case, place / f"{case.round}-{case.script}-{Path(case.arm).stem}", timer, options, limit_s)
+        name = f"{case.script}-{Path(case.arm).stem}"
+        cache = place / f"cache-{name}" if options.again else None
+        row = run_one(case, place / f"{case.round}-{name}", timer, options, limit_s, cache)
+        return row | {"earlier_runs": case.round if options.again else 0}
 
     with concurrent.futures.ThreadPoolExecutor(options.parallel) as pool:
         for done in concurrent.futures.as_completed([pool.submit(run, case) for case in list_cases(options)]):

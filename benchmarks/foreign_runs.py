@@ -91,9 +91,12 @@ def make_command(case: Case, out: Path, options: argparse.Namespace) -> list[str
     return [sys.executable, "-m", "fastloop", "exec", "--out", str(out), *ladder, "--", *script]
 
 
-def run_one(case: Case, place: Path, timer: Path, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """One script under one arm in a fresh process and a fresh folder; what came of it."""
-    cache = place.parent / f"cache-{case.script}-{Path(case.arm).stem}" if options.again else place / "cache"
+def run_one(
+    case: Case, place: Path, timer: Path, options: argparse.Namespace, limit_s: float, cache: Path | None = None
+) -> dict[str, Any]:
+    """One script under one arm in a fresh process and a fresh folder, and with a fresh cache unless one is given; what
+    came of it."""
+    cache = cache or place / "cache"
     out, stamps, printed = place / "fastloop", place / "stamps.json", place / "printed.txt"
     place.mkdir(parents=True)
     path = [str(ROOT), str(timer), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -128,7 +131,6 @@ def run_one(case: Case, place: Path, timer: Path, options: argparse.Namespace, l
         "exit_code": code,
         "over_limit": code is None,
         "forked": options.forked,
-        "earlier_runs": case.round if options.again else 0,
         "process_s": round(time.perf_counter() - began, 2),
         **read_stamps(stamps),
         **read_records(out),
