@@ -224,10 +224,10 @@ class Rehearsal:
             fault, is_lasting = describe(error), False
         except Exception as error:
             # Limits and memory may be this run's own, and an optimizer's twin may fail for unrelated reasons.
-            causes = list(walk_causes(error))
-            host_lacks_memory = any(isinstance(each, MemoryError) for each in causes)
+            # No name is kept for one of the causes: it would keep the failed call's frames, and what they hold, alive.
+            host_lacks_memory = any(isinstance(each, MemoryError) for each in walk_causes(error))
             fault, is_lasting = explain(error), step.change.rehearse == "modules" and not host_lacks_memory
-            if any(map(is_out_of_memory, causes)):
+            if any(map(is_out_of_memory, walk_causes(error))):
                 fault, is_lasting = "there was not enough memory to try it", False
             elif find_limit(error) is not None:
                 self._budget.note_limit(step, limit_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import time
@@ -186,6 +187,28 @@ def _raise(error: BaseException) -> Forward:
         return broken
 
     return forward
+
+
+HELD: list[weakref.ref[torch.Tensor]] = []
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    kept = torch.ones(4)
+    HELD.append(weakref.ref(kept))
+    raise RuntimeError("no kernel")
+
+
+def test_nothing_keeps_what_a_failed_trial_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors would stay on the device, and a checkpoint's hooks in place."""
+    HELD.clear()
+    plant(monkeypatch, lambda _: fail)
+    gc.disable()
+    try:
+        loop, _, _ = fit(config("amp"))
+        assert "no kernel" in read(loop)[1]
+        assert HELD and not any(each() is not None for each in HELD)
+    finally:
+        gc.enable()
 
 
 FAULTS: dict[str, tuple[Forward, str]] = {
