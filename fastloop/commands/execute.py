@@ -7,40 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from fastloop import diagnose
-from fastloop.bridge.fail_open import is_disabled
 from fastloop.commands.console import Answer
-from fastloop.commands.rerun import name_command, to_prove
 from fastloop.config.loading import load_callback_config
 from fastloop.errors import ConfigError
-from fastloop.experiments.ab.script_arms import runs_under_this_python
 from fastloop.experiments.trials import reaper
 from fastloop.experiments.trials.failures import is_first_rank
 from fastloop.experiments.trials.run_directories import ClaimedDirectory, claim, name_unclaimed
 from fastloop.experiments.trials.script_injection import (
     carried,
     check,
-    explain_unmeasured,
-    list_notes,
     make_orders,
-    name_file,
     name_of,
     read_events,
 )
-from fastloop.ladder import collect_cards
 from fastloop.records import store
-from fastloop.records.run_files import PlanFile, load_run
-from fastloop.records.trial import ScriptEvent
-from fastloop.report.run import summary
 
 AGAIN_S = {signal.SIGINT: 2.0, signal.SIGTERM: 0.5, signal.SIGHUP: 0.5}
 """Delay before we pass a signal on, to a command that is still running. The signal may have reached the whole process
@@ -77,7 +64,11 @@ def execute(
         with carried(make_orders(checked, path, name), os.environ) as (variables, private):
             code = _run(command, {**os.environ, **variables})
             events = read_events(private)
-        return _answer(name, path, code, events, command, config)
+        if not is_first_rank():
+            return Answer(text="", exit_code=code)
+        from fastloop.commands.exec_answer import answer
+
+        return answer(name, path, code, events, command, config)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -101,6 +92,8 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
                     do="write the command as you would in a shell",
                 ) from None
             relay.serve(process)
+            import fastloop.commands.exec_answer  # noqa: F401  # takes a while, in which the command imports torch
+
             code = process.wait()
             if relay.heard or code:
                 reaper.end_descendants(besides=before, grace_s=LEFT_S)
@@ -157,39 +150,3 @@ def _is_in_foreground() -> bool:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-
-
-# -- the answer -------------------------------------------------------------------------------------------------------
-
-
-def _answer(
-    name: str, where: Path, code: int, events: Sequence[ScriptEvent], command: Sequence[str], config: str | None
-) -> Answer:
-    if not is_first_rank():
-        return Answer(text="", exit_code=code)
-    record = load_run(where)
-    content = {**store.to_json(record), "exit_code": code, "notes": list_notes(events)}
-    if record.measurement is None:
-        why = "FASTLOOP_DISABLE is set" if is_disabled() else explain_unmeasured(name_file(command), events, code)
-        if code and not any(event.event == "constructed" for event in events):
-            why += _name_other_python(command)
-        if config and any(event.event == "yielded" for event in events):
-            why += "; the rungs of this command were not used"
-        said = f"nothing was measured: {why}"
-        content |= {"run_dir": None, "notes": [said, *list_notes(events)]}
-        return Answer(text=f"fastloop: {said}", json=content, exit_code=code)
-    seen, plan = record.measurement, (record.plan or PlanFile()).to_plan()
-    found, verdicts = record.findings or (), record.verdicts or ()
-    then, later = diagnose.list_next_steps(found, seen, collect_cards(), tuple(step.rung for step in plan.steps))
-    report, proof = store.report_in(where), to_prove(found, name_command(command, config))
-    lines = summary.write_lines(seen, plan, verdicts, found, report, name, then, later, proof)
-    lines += [f"NOTE     {note}" for note in list_notes(events)]
-    return Answer(text="\n".join(lines), json=content, exit_code=code)
-
-
-def _name_other_python(command: Sequence[str]) -> str:
-    """Name the command's Python if it is not the one that fastloop is installed for; else return an empty string."""
-    found = shutil.which(command[0]) or ""
-    if not Path(found).name.startswith("python") or runs_under_this_python(command):
-        return ""
-    return f"; it ran with {found}, but fastloop is installed for {sys.executable}"
