@@ -67,6 +67,8 @@ class CapturedGraphs:
             graph = torch.fx.Graph()
             graph.output(graph.graph_copy(module.graph, {}))
             graph._codegen = module.graph._codegen
+            for node in graph.nodes:
+                node.meta = {}  # it refers to all that Dynamo knows of the code
             copied = torch.fx.GraphModule(module, graph)
         except Exception as error:  # keeping it must never break a compile
             let_through(error)
