@@ -2,11 +2,12 @@
 
 Faster because  cuDNN's tensor-core kernels are NHWC; with NCHW every convolution transposes first.
 Costs           one conversion of the weights at the start, and of each image batch; cuDNN loads other kernels, which
-                takes 0.3 to 1 s for each depthwise convolution. Random numbers that are drawn in
-                an image's memory order (dropout, randn_like) fall on other elements; on the CPU, randn_like also
-                leaves torch's random stream at another place, so that later shuffles differ.
-Don't use when  the model has no 2-D convolutions, or runs in plain fp32 (little gain). `view` in your LightningModule,
-                losses or callbacks fails with it (under DDP also in your modules): write reshape or flatten.
+                takes 0.3 to 1 s for each depthwise convolution. Random numbers that are drawn in an image's memory
+                order (dropout, randn_like) fall on other elements; on the CPU, randn_like also leaves torch's random
+                stream at another place, so that later shuffles differ.
+Don't use when  the model has no 2-D convolutions, or many depthwise ones and a short run. `view` in your
+                LightningModule, losses or callbacks fails with it (under DDP also in your modules): write reshape or
+                flatten.
 Evidence        strides of the convolution weights, and image batches converted
 Source          https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
