@@ -93,6 +93,12 @@ _STYLE = re.compile(r"\x1b\[[\d;]*m")
 """What makes a terminal write bold or in color, as in messages of torch.load."""
 
 
+def name_kind(value: object) -> str:
+    """Name a value's class, with its article: "a Batch", "an Index"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def describe(error: Exception) -> str:
     """Describe an error in one line: a rung's own reason if there is one. Raises what `let_through` raises."""
     let_through(error)

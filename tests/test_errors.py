@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from fastloop.errors import ConfigError, FastLoopError, NotApplicable, describe, is_out_of_memory, quote, walk_causes
+from fastloop.errors import (
+    ConfigError,
+    FastLoopError,
+    NotApplicable,
+    describe,
+    is_out_of_memory,
+    name_kind,
+    quote,
+    walk_causes,
+)
 
 
 @pytest.mark.parametrize(("kind", "code"), [(FastLoopError, 1), (ConfigError, 2)])
@@ -158,3 +167,12 @@ def test_each_cause_is_walked_once() -> None:
     first, second = KeyError("first"), ValueError("second")
     second.__cause__, first.__context__ = first, second
     assert list(walk_causes(second)) == [second, first]
+
+
+class Index:
+    pass
+
+
+@pytest.mark.parametrize(("value", "name"), [(Index(), "an Index"), ({}, "a dict"), (1, "an int"), (1.0, "a float")])
+def test_classes_have_their_article(value: object, name: str) -> None:
+    assert name_kind(value) == name

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from fastloop.config.shipped import KINDS, Kind, find_root, find_shipped, is_path, locate
 from fastloop.config.strict_yaml import COMMAND_LINE, KeyPath, Marked, Origin, load_yaml, parse_scalar
-from fastloop.errors import ConfigError
+from fastloop.errors import ConfigError, name_kind
 from fastloop.records.secrets import mask_secrets
 from fastloop.records.store import is_file
 
@@ -270,7 +270,7 @@ def to_plain_values(value: Any, path: KeyPath = ()) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise ConfigError(
-        got=f"{'.'.join(path)}: a {type(value).__name__} (dict)",
+        got=f"{'.'.join(path)}: {name_kind(value)} (dict)",
         why="a configuration holds text, numbers, booleans, null, lists and dicts",
         do="write a plain value",
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fastloop.errors import name_kind
 from fastloop.feeds.batch_tree import CannotRegroup, count_rows, is_container, iterate_tensors, list_members, rebuild
 
 _PLAIN = (type(None), str, bytes, bool, int, float, complex)
@@ -42,14 +43,14 @@ def _join(members: Sequence[Any], rows: Sequence[int]) -> Any:
     if type(first) in (list, tuple) and not any(True for member in members for _ in iterate_tensors(member)):
         return _join_lists(members, rows)
     if not is_container(first):
-        raise CannotRegroup(f"a {type(first).__name__} cannot be concatenated")
+        raise CannotRegroup(f"{name_kind(first)} cannot be concatenated")
     columns = iter(list(zip(*(_list_members(member, first) for member in members), strict=True)))
     try:
         return rebuild(first, lambda _: _join(next(columns), rows))
     except CannotRegroup:
         raise
     except Exception as error:  # a user's constructor may raise anything
-        raise CannotRegroup(f"a {type(first).__name__} cannot be rebuilt from its members: {error}") from error
+        raise CannotRegroup(f"{name_kind(first)} cannot be rebuilt from its members: {error}") from error
 
 
 def _list_members(member: Any, first: Any) -> list[Any]:
@@ -60,7 +61,7 @@ def _list_members(member: Any, first: Any) -> list[Any]:
             raise CannotRegroup(f"batches with different keys: {', '.join(odd)}")
         return [member[key] for key in first]
     if isinstance(first, (list, tuple)) and len(member) != len(first):
-        raise CannotRegroup(f"a {type(first).__name__} of {len(first)} members in one batch, {len(member)} in another")
+        raise CannotRegroup(f"{name_kind(first)} of {len(first)} members in one batch, {len(member)} in another")
     return list_members(member)
 
 
@@ -102,5 +103,5 @@ def _share_member(members: Sequence[Any]) -> Any:
     except Exception:  # a user's comparison may raise anything
         same = False
     if not same:
-        raise CannotRegroup(f"a {type(first).__name__} that differs between batches")
+        raise CannotRegroup(f"{name_kind(first)} that differs between batches")
     return first

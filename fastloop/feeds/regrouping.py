@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fastloop.errors import name_kind
 from fastloop.feeds.batch_tree import CannotRegroup, count_rows, iterate_tensors, map_tensors
 from fastloop.feeds.concatenation import concatenate
 from fastloop.feeds.splitting import cut_at
@@ -62,4 +63,4 @@ def _fill(batch: Any, leaves: Leaves) -> Any:
     try:
         return map_tensors(batch, lambda own: next(following).to(own.device, copy=True))
     except Exception as error:  # a user's constructor may raise anything
-        raise CannotRegroup(f"a {type(batch).__name__} cannot be built from its members: {error}") from error
+        raise CannotRegroup(f"{name_kind(batch)} cannot be built from its members: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastloop.errors import name_kind
 from fastloop.feeds.batch_tree import CannotRegroup, count_rows, is_container, iterate_tensors, rebuild
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -111,13 +112,13 @@ def _slice(member: Any, part: slice, total: int) -> Any:
     ):
         return member[part] if len(member) == total else member
     if not is_container(member):
-        raise CannotRegroup(f"a {type(member).__name__} cannot be cut into micro-batches")
+        raise CannotRegroup(f"{name_kind(member)} cannot be cut into micro-batches")
     try:
         return rebuild(member, lambda inner: _slice(inner, part, total))
     except CannotRegroup:
         raise
     except Exception as error:  # a user's constructor may raise anything
-        raise CannotRegroup(f"a {type(member).__name__} cannot be rebuilt from its members: {error}") from error
+        raise CannotRegroup(f"{name_kind(member)} cannot be rebuilt from its members: {error}") from error
 
 
 def get_loss(output: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fastloop.errors import name_kind
 from fastloop.records.plan import Undo
 
 KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -96,7 +97,7 @@ class GroupedForward:
         if input.shape[0] % count:
             # Not one of our own errors: Dynamo cannot trace their constructors.
             raise ValueError(
-                f"got a {type(module).__name__} that gets {input.shape[0]} rows of {count} batches\n"
+                f"got {name_kind(module)} that gets {input.shape[0]} rows of {count} batches\n"
                 "  why each batch must keep its own statistics, but these rows cannot be divided among the batches\n"
                 "  do  write batch_norm: merge, or turn the rung off"
             )

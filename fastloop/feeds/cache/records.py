@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from fastloop.errors import name_kind
 from fastloop.evidence.machine import read_versions
 
 FORMAT = 1
@@ -166,7 +167,7 @@ def _describe_picture(value: Any, buffers: list[bytes]) -> Any:
     if pillow is None or not isinstance(value, pillow.Image):
         return None
     if type(value) is not pillow.Image:
-        raise CannotKeep(f"a {type(value).__name__}, which is still tied to its file: convert() it first")
+        raise CannotKeep(f"{name_kind(value)}, which is still tied to its file: convert() it first")
     if value.mode not in _PICTURES:
         raise CannotKeep(f"an image of mode {value.mode}: convert() it first")
     buffers.append(value.tobytes())

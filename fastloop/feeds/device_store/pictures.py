@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from fastloop.errors import NotApplicable
+from fastloop.errors import NotApplicable, name_kind
 from fastloop.feeds.device_store.draws import Numbers, Placement, send
 from fastloop.feeds.images.byte_batches import ToFloats
 from fastloop.feeds.images.reading import ImageSource
@@ -169,7 +169,7 @@ def _list_samples(source: ImageSource) -> tuple[Numbers, Numbers, torch.Tensor]:
         firsts[sample] = first.setdefault(path, sample)
     collated = default_collate(labels)
     if not isinstance(collated, torch.Tensor):
-        raise NotApplicable(f"labels that collate to a {type(collated).__name__} cannot be kept on the device")
+        raise NotApplicable(f"labels that collate to {name_kind(collated)} cannot be kept on the device")
     order = np.fromiter(first.values(), dtype=np.int64)  # ascending
     return order, np.searchsorted(order, firsts), collated
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from fastloop.errors import describe, let_through
+from fastloop.errors import describe, let_through, name_kind
 from fastloop.records.facts import RowFacts
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -146,7 +146,7 @@ def _check(values: Any, name: str) -> Any:
         if not values or type(values[0]) not in (int, float, bool) or len(set(map(type, values))) > 1:
             raise NotRows(f"{name} is a list, but not of numbers of one kind")
         return values
-    raise NotRows(f"{name} is a {type(values).__name__}")
+    raise NotRows(f"{name} is {name_kind(values)}")
 
 
 def _measure_bytes(values: Any) -> int:

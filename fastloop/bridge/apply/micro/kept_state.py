@@ -13,7 +13,7 @@ import torch
 
 from fastloop.bridge.apply.read_model import is_metric
 from fastloop.bridge.apply.state.untouched import StateSnapshot
-from fastloop.errors import NotApplicable
+from fastloop.errors import NotApplicable, name_kind
 from fastloop.evidence.samples.sample_code import is_installed
 
 MOST_READ = 2**20
@@ -107,7 +107,7 @@ class KeptState:
             return name
         owner = next(owner for owner, each in self._holders if id(each) == holder)
         if isinstance(owner, (dict, list)):
-            return f"a {type(owner).__name__} that the model keeps"
+            return f"{name_kind(owner)} that the model keeps"
         prefix = self._names.get((holder, ""), type(owner).__name__)
         return f"{prefix}.{key}" if prefix else str(key)
 

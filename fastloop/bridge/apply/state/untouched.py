@@ -30,7 +30,7 @@ from fastloop.bridge.apply.state.contents import keep_contents
 from fastloop.bridge.apply.state.flags import keep_flags
 from fastloop.bridge.apply.state.names import READERS, list_inner, restore_names
 from fastloop.bridge.apply.state.outer import list_changeable, restore_variable
-from fastloop.errors import NotApplicable
+from fastloop.errors import NotApplicable, name_kind
 from fastloop.evidence.samples.sample_code import is_installed
 
 MOST_OBJECTS = 100_000
@@ -174,7 +174,7 @@ class StateSnapshot:
                     return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
         for value, members in self._containers:
             if not _holds(value, members):
-                return f"a {type(value).__name__} that the model keeps"
+                return f"{name_kind(value)} that the model keeps"
         return next((f"the state of {name}" for name, read, before in self._streams if read() != before), None)
 
     def list_holders(self) -> list[tuple[Any, dict[Any, Any]]]:
@@ -319,7 +319,7 @@ class StateSnapshot:
     def _capture_stream(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         before = read()
         self._undos.append(partial(write, before))
-        self._streams.append((f"a {type(owner).__name__} that the model keeps", lambda: _show(read()), _show(before)))
+        self._streams.append((f"{name_kind(owner)} that the model keeps", lambda: _show(read()), _show(before)))
 
     def _capture_array(self, value: Any) -> None:
         if hasattr(value, "get_state") and hasattr(value, "set_state"):
