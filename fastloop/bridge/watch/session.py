@@ -139,7 +139,6 @@ class Session:
         self.watch.ends_at = count_planned_steps(trainer)
         self._live = LiveMetrics(trainer, self.read_figures)
         self._logs = LogMarks(trainer, module, self.watch.marks)
-        detach = self.work.attach(module, self.watch.marks)
         self.memory.begin(list_owners(trainer))
         self.watch.marks.empty_hooks = list_empty_hook_actions(trainer, module)
         if self.hunt is not None:
@@ -147,7 +146,9 @@ class Session:
         if self.trace is not None:
             per_step = max(1, trainer.accumulate_grad_batches)
             self.trace.attach(self.watch.marks, math.ceil(self.watch.clock.queued_batches / per_step))
-        return [self._live.show_on_bar(trainer), self._logs.undo, detach]
+        shown = self._live.show_on_bar(trainer)
+        # Last: this changes a class of torch's, which would stay so if a line after it failed.
+        return [shown, self._logs.undo, self.work.attach(module, self.watch.marks)]
 
     def stop(self) -> None:
         """Stop everything that we started, because we give up or the fit is over."""

@@ -3,7 +3,7 @@
 The waits for batches are timed. If more workers would save more time than starting them costs, they take over, in the
 middle of an epoch or at the start of the next one, from the next indices on: the old workers still deliver the batches
 that they have begun, in the same order. If batches then come no faster, the old number of workers is restored. If they
-do, the number is kept, and later runs start with it.
+do, the number is kept, and later runs start with it, until it fails in one.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class MoreWorkers:
             let_through(error)
             kill_started(others, LOOK_S)
             self._pending.resumes = bool(self._pending.pending)
+            self._keep_found(own, None)
             _set_number(loader, own)
             return self._begin(loader, begin)
         self._before, self._batch_bytes = _Fewer(own, found.before_s), found.batch_bytes
@@ -193,6 +194,7 @@ class MoreWorkers:
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
             self.is_faster, self.change = False, f"{say_count(old, 'worker')} as before: {quote(error, briefly=True)}"
+            self._keep_found(old, None)
             return None
 
     def _start_anew(
@@ -216,6 +218,7 @@ class MoreWorkers:
             return None
         self.is_faster = False
         self.change = f"{say_count(before.workers, 'worker')} again: {quote(error, briefly=True)}"
+        self._keep_found(before.workers, None)
         return before.workers
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], *, beside: bool = False) -> Any:

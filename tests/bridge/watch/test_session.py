@@ -355,6 +355,19 @@ def test_a_step_that_was_skipped_is_not_what_work_is_counted_on() -> None:
     assert loop.measurement.tflop_per_s is None, "n/a, and not 0"
 
 
+def test_a_start_that_fails_leaves_torchs_classes_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.output_graph import OutputGraph
+
+    def fail(_self: Any, _trainer: Any) -> None:
+        raise LookupError("the bar has no figures")
+
+    usual = OutputGraph.call_user_compiler
+    monkeypatch.setattr(session.LiveMetrics, "show_on_bar", fail)
+    with pytest.warns(UserWarning, match="the bar has no figures"):
+        trainer(callbacks=[FastLoop()]).fit(Regression(), loader())
+    assert OutputGraph.call_user_compiler is usual
+
+
 def test_what_was_hunted_is_said_though_nothing_was_found() -> None:
     for steps, hunted in ((24, 5), (4, 0)):
         loop = FastLoop({"watch": {"warmup_steps": 2}}, quiet=True)

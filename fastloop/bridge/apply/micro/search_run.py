@@ -23,7 +23,14 @@ from fastloop.bridge.apply.micro.room import GIB, Room
 from fastloop.bridge.apply.rehearse.played import raise_if_device_lost, synchronize
 from fastloop.bridge.apply.rehearse.ranks import refuse_exchange
 from fastloop.bridge.apply.rehearse.remembered import KeptSize, Remembered
-from fastloop.bridge.apply.rehearse.time_limit import TimeLimit, announced, leaves_on_sigterm, limited
+from fastloop.bridge.apply.rehearse.time_limit import (
+    TimeLimit,
+    announced,
+    explain,
+    find_limit,
+    leaves_on_sigterm,
+    limited,
+)
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
 from fastloop.bridge.apply.state.untouched import preserve_parameters, preserve_state
 from fastloop.errors import NotApplicable, describe, is_out_of_memory, let_through
@@ -115,7 +122,7 @@ class SearchRun:
         """Run and time the sizes, and choose."""
         if self.given.skip is not None:
             return FoundSize(size=self.own, why=self.given.skip)
-        problem: Exception | None = None
+        problem: str | None = None
         later: int | None = None
         words = {"cause": "the search for a micro-batch", "do": "write a number for batch.micro_batch"}
         try:
@@ -133,12 +140,14 @@ class SearchRun:
                     why = "it was the fastest in an earlier run on this machine, and works in this one"
                     return FoundSize(size=known.size, why=why, uncompiled=known.uncompiled, later=known.later)
                 later = self._time_each()
-        except TimeLimit as error:
-            problem, self.limit = error, f"by the search's time limit of {LIMIT_S:.0f} s"
         except Exception as error:
-            let_through(error)
-            raise_if_device_lost(self.device, error)
-            problem = error
+            if find_limit(error) is not None:  # which a compile may have wrapped in its own error
+                self.limit = f"by the search's time limit of {LIMIT_S:.0f} s"
+            else:
+                let_through(error)
+                raise_if_device_lost(self.device, error)
+            # Not the error itself: its frames hold the tensors of the trial that it ended.
+            problem = None if is_out_of_memory(error) else explain(error)
         finally:
             self.room.give_back()
         if not self.rates:
@@ -169,9 +178,9 @@ class SearchRun:
             self.room.give_back()
         return None
 
-    def _explain_nothing(self, problem: Exception | None) -> FoundSize:
-        if problem is not None and not is_out_of_memory(problem):
-            why = f"nothing could be tried: {describe(problem)}"
+    def _explain_nothing(self, problem: str | None) -> FoundSize:
+        if problem is not None:
+            why = f"nothing could be tried: {problem}"
         else:
             least = min(self.sizes)
             fits = f"not even {least} samples fit" if least > 1 else "one sample does not fit"

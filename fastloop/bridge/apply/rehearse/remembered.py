@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fastloop.evidence import machine
 from fastloop.evidence.gpu.nvml import read_driver
@@ -117,7 +118,9 @@ def fingerprint(modules: Sequence[torch.nn.Module], device: torch.device) -> str
     kinds: dict[type, None] = {}
     for module in modules:
         kinds.update(dict.fromkeys(type(inner) for inner in module.modules()))
-        parts += [(name, tuple(each.shape), str(each.dtype)) for name, each in module.named_parameters()]
+        for name, each in module.named_parameters():
+            # A lazy module's parameters have no shape before its first call.
+            parts.append((name, None if is_lazy(each) else tuple(each.shape), str(each.dtype)))
     parts += [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
     return _digest(*map(repr, [*parts, *_hash_code(kinds)]))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import signal
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -267,18 +269,28 @@ def test_the_users_own_batches_stay_where_they_are_the_fastest(timed: dict[int, 
     assert distance(plain, ours) == 0 and ours.record.hooks == plain.record.hooks
 
 
+@pytest.mark.usefixtures("no_alarm")
 def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, timed: dict[int, float]) -> None:
+    """And keeps nothing of the trial that did: its tensors would stay on the device."""
     monkeypatch.setattr(search_run, "LIMIT_S", 1.0)
+    held: list[weakref.ref[torch.Tensor]] = []
 
     class Slow(Net):
         def loss(self, batch: Any) -> torch.Tensor:
             if len(batch[0]) > 16 and self.trainer.global_step == 0:
+                large = torch.ones(8)
+                held.append(weakref.ref(large))
                 while True:
                     pass
             return super().loss(batch)
 
-    done = run(AUTO, EVEN(), Slow, **ACCUMULATE)
-    assert "keeping your micro-batch size: nothing could be tried: TimeLimit" in done.verdict("batch").why
+    gc.disable()
+    try:
+        done = run(AUTO, EVEN(), Slow, **ACCUMULATE)
+        assert held and held[0]() is None
+    finally:
+        gc.enable()
+    assert "keeping your micro-batch size: nothing could be tried: it took longer than 1 s" in done.verdict("batch").why
 
 
 def test_ctrl_c_leaves_nothing_behind(timed: dict[int, float]) -> None:

@@ -31,6 +31,14 @@ def test_what_decides_whether_a_rung_works_is_in_the_key(
     assert remembered.fingerprint(modules, device) != before
 
 
+def test_lazy_parameters_have_no_shape_yet() -> None:
+    """Loaders are set up before the first step, in which a lazy module gets its weights."""
+    model, device = torch.nn.Sequential(torch.nn.LazyLinear(2)), torch.device("cpu")
+    before = remembered.fingerprint([model], device)
+    model(torch.ones(1, 3))
+    assert before != remembered.fingerprint([model], device)
+
+
 def test_optimizers_of_other_classes_or_settings_are_others() -> None:
     weights = [torch.nn.Parameter(torch.zeros(2, 2))]
     made = [
