@@ -190,7 +190,7 @@ class CompiledWork:
             torch.autocast(device, dtype=dtype, enabled=enabled),
             torch.set_grad_enabled(call.grad),
         ):
-            return _run(call, count)
+            return _run(call, count, is_part=self._source == GRAPHS)
 
 
 class _Noting:
@@ -254,8 +254,12 @@ def _without_compiled_calls(module: torch.nn.Module) -> Iterator[None]:
             own["_compiled_call_impl"] = call
 
 
-def _run(call: _Call, count: FlopCount) -> bool:
-    """Run forward and backward of one call; return whether a backward was expected but no output leads to one."""
+def _run(call: _Call, count: FlopCount, *, is_part: bool) -> bool:
+    """Run forward and backward of one call; return whether a backward was expected but no output leads to one.
+
+    Args:
+        is_part: it may be a part of a step, all of whose outputs go on to the loss; a scalar is not always the loss.
+    """
     values = {
         name: call.fake.from_tensor(each.detach()).requires_grad_(each.requires_grad)
         for name, each in (*call.module.named_parameters(), *call.module.named_buffers())
@@ -268,7 +272,8 @@ def _run(call: _Call, count: FlopCount) -> bool:
         )
         output = torch.func.functional_call(call.module, values, args, kwargs)
         live = [each for each in _find_tensors(output) if _wants_gradient(each)]
-        live = [each for each in live if not each.dim()] or live  # a loss, if the module computes one
+        if not is_part:
+            live = [each for each in live if not each.dim()] or live  # a loss, if the module computes one
         wanted = [*given, *filter(_wants_gradient, values.values())]
         if live and wanted:
             ones = [torch.ones_like(each) for each in live]

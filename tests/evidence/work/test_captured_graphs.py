@@ -84,6 +84,26 @@ def test_all_parts_of_a_broken_graph_count_and_run_once() -> None:
     assert len(model.seen) == 2, "nothing that a step keeps is kept once more"
 
 
+class Towers(nn.Module):
+    """Two layers, a number that scales their product, and a break of the graph before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.scale = nn.Linear(8, 16), nn.Linear(8, 16), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right, scale = self.left(x), self.right(x), self.scale.exp()
+        torch._dynamo.graph_break()
+        return scale * left @ right.t()
+
+
+def test_a_number_beside_other_outputs_is_not_taken_for_the_loss() -> None:
+    model, x = Towers(), torch.randn(4, 8)
+    expected = count_eager(copy.deepcopy(model), x)
+    found, captured = count_graphs(model, lambda x: model(x), x, x)
+    assert captured > 1 and found["per_sample"] == expected["per_sample"] and found["at_least"] is False
+
+
 @pytest.mark.parametrize("sizes", [(4, 5), (5, 4)])
 def test_the_shapes_are_those_of_the_noted_step(sizes: tuple[int, int]) -> None:
     model = nn.Linear(8, 16)
