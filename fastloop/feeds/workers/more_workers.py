@@ -193,6 +193,7 @@ class MoreWorkers:
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
             self.is_faster, self.change = False, f"{say_count(old, 'worker')} as before: {quote(error, briefly=True)}"
+            self._keep_found(old, None)
             return None
 
     def _start_anew(
@@ -216,6 +217,7 @@ class MoreWorkers:
             return None
         self.is_faster = False
         self.change = f"{say_count(before.workers, 'worker')} again: {quote(error, briefly=True)}"
+        self._keep_found(before.workers, None)
         return before.workers
 
     def _begin(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], *, beside: bool = False) -> Any:

@@ -160,12 +160,14 @@ def test_workers_that_cannot_be_forked_give_way_to_the_old_ones(
 
     monkeypatch.setattr(Popen, "_launch", fail)
     monkeypatch.setattr(DataLoaderIter, "_shutdown", True, raising=False)  # which is not there yet, and torch asks for
-    loader, workers, _ = make()
+    kept: list[FoundWorkers] = []
+    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, keep=kept.append))
     order, counts, drawn = read(loader)
     monkeypatch.undo()
     plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
     assert (order, drawn, counts) == (plain[0], plain[2], [2]) and len(forks) == 2 + 2 + 2 * 2
     assert workers.is_faster is False and "Cannot allocate memory" in (workers.change or "")
+    assert [each.workers for each in kept] == [4, 2], "later runs start with the number that works"
 
 
 @pytest.mark.parametrize(("batches", "counts"), [(1000, [2, 4]), (11, [2])])
@@ -319,8 +321,12 @@ def test_the_own_number_starts_if_what_was_found_cannot(given: type[Given], monk
 
 
 def test_the_own_number_returns_if_one_of_those_found_fails(given: type[Given]) -> None:
-    loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, found=FOUND), worker_init_fn=refuse_third)
+    kept: list[FoundWorkers] = []
+    loader, workers, _ = make(
+        lambda most, **how: MoreWorkers(most, **how, found=FOUND, keep=kept.append), worker_init_fn=refuse_third
+    )
     order, counts, drawn = read(loader)
     plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
     assert (order, drawn) == (plain[0], plain[2]) and workers.is_faster is False and 2 in counts
     assert (workers.change or "").startswith("2 workers again: LookupError: ")
+    assert [each.workers for each in kept] == [2], "later runs start with the number that works"
