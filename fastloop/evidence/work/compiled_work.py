@@ -136,7 +136,9 @@ class CompiledWork:
         inside = {id(each) for module in counted for each in module.parameters()}.union(
             *(each.tensors for each in calls)
         )
-        has_rest = any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
+        # Beside compiled functions, frozen layers may run eager, such as a teacher's.
+        rest = (each for each in self._root.parameters() if each.requires_grad or self._source == GRAPHS)
+        has_rest = any(id(each) not in inside for each in rest)
         return dataclasses.replace(count.work, at_least=count.work.at_least or lacks_backward or has_rest)
 
     def note(

@@ -129,8 +129,9 @@ def test_what_a_checkpoint_computes_again_is_no_work() -> None:
     assert len(ran) == 3 and work.count(4)["per_sample"] == 3 * 2 * 8 * 16
 
 
-def test_an_eager_layer_beside_makes_it_at_least() -> None:
-    root = nn.ModuleDict({"compiled": nn.Linear(8, 16), "eager": nn.Linear(8, 16)})
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_eager_layer_beside_makes_it_at_least(is_frozen: bool) -> None:
+    root = nn.ModuleDict({"compiled": nn.Linear(8, 16), "eager": nn.Linear(8, 16).requires_grad_(not is_frozen)})
     found, _ = count_graphs(root, lambda x: root["compiled"](x), torch.randn(4, 8), torch.randn(4, 8))
     assert found["at_least"] is True and found["per_sample"] == 2 * 2 * 8 * 16
 
