@@ -35,6 +35,7 @@ class _Call:
     is_compiled: bool
     is_inside: bool
     """Whether it was made inside the call of a module that is recorded too."""
+    in_backward: bool
     fake: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -155,21 +156,23 @@ class CompiledWork:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         given = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         device = next((each.device.type for each in (*module.parameters(), *given)), "cpu")
-        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        self._calls.append(
-            _Call(
-                module=_unwrap(module),
-                is_compiled=is_compiled,
-                # Activation checkpointing calls a block again in the backward, as a part of what encloses it.
-                is_inside=is_compiled and (self.enclosing > 0 or self._is_again()),
-                fake=fake,
-                args=_make_fake(fake, args),
-                kwargs=_make_fake(fake, dict(kwargs)),
-                grad=torch.is_grad_enabled(),
-                autocast=autocast,
-                tensors=frozenset(map(id, given)),
-            )
+        call = _Call(
+            module=_unwrap(module),
+            is_compiled=is_compiled,
+            # Activation checkpointing calls a block again in the backward, as a part of what encloses it.
+            is_inside=is_compiled and (self.enclosing > 0 or self._is_again()),
+            in_backward=torch._C._current_graph_task_id() >= 0,
+            fake=fake,
+            args=_make_fake(fake, args),
+            kwargs=_make_fake(fake, dict(kwargs)),
+            grad=torch.is_grad_enabled(),
+            autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+            tensors=frozenset(map(id, given)),
         )
+        if self._source == GRAPHS and (place := self._find_without_gradient(call)) is not None:
+            self._calls[place] = dataclasses.replace(self._calls[place], is_inside=True)
+            call = dataclasses.replace(call, is_inside=False)
+        self._calls.append(call)
 
     def _note_safely(self, *call: Any, is_compiled: bool) -> None:
         try:
@@ -177,6 +180,17 @@ class CompiledWork:
         except Exception as error:  # recording must never break the step
             let_through(error)
             self.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
+
+    def _find_without_gradient(self, again: _Call) -> int | None:
+        """Return the place of the call without gradients that a reentrant checkpoint makes `again` in the backward,
+        then with another graph; None if the call is not such a one."""
+        if not (again.in_backward and again.grad):
+            return None
+        if any(each.module is again.module and each.grad and not each.in_backward for each in self._calls):
+            return None
+        shapes = _list_shapes(again.args)
+        kept = ((place, each) for place, each in enumerate(self._calls) if not (each.grad or each.is_inside))
+        return next((place for place, each in kept if _list_shapes(each.args) == shapes), None)
 
     def _is_again(self) -> bool:
         in_backward = torch._C._current_graph_task_id() >= 0
@@ -221,6 +235,11 @@ class _Noting:
 def return_itself(kept: Any) -> Any:
     """Return the argument. Pickle and copy use this, so that a copy of a wrapper is the wrapped object."""
     return kept
+
+
+def _list_shapes(args: Any) -> list[tuple[int, ...]]:
+    leaves = torch.utils._pytree.tree_leaves(args)
+    return [tuple(each.shape) for each in leaves if isinstance(each, torch.Tensor)]
 
 
 def _put_back(own: dict[str, Any], name: str, had: Any) -> None:

@@ -129,6 +129,26 @@ def test_what_a_checkpoint_computes_again_is_no_work() -> None:
     assert len(ran) == 3 and work.count(4)["per_sample"] == 3 * 2 * 8 * 16
 
 
+def test_a_reentrant_checkpoint_computes_gradients_only_when_it_computes_again() -> None:
+    layers, x = [nn.Linear(8, 8) for _ in range(3)], torch.randn(4, 8, requires_grad=True)
+    block = torch.compile(lambda layer, x: layer(x).relu(), backend="eager")
+
+    def step(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(block, layer, x, use_reentrant=True)
+        return x.square().mean()
+
+    graphs = CapturedGraphs()
+    with graphs.keeps():
+        step(x).backward()
+        work = CompiledWork(nn.ModuleList(layers), preserve_state)
+        work.open(graphs)
+        step(x).backward()
+        work.close()
+    found = work.count(4)
+    assert found["per_sample"] == 3 * 3 * 2 * 8 * 8 and found["at_least"] is False
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_an_eager_layer_beside_makes_it_at_least(is_frozen: bool) -> None:
     root = nn.ModuleDict({"compiled": nn.Linear(8, 16), "eager": nn.Linear(8, 16).requires_grad_(not is_frozen)})
