@@ -167,6 +167,8 @@ class MoreWorkers:
             source = self._begin(loader, begin)
         except Exception as error:
             let_through(error)
+            if self._pending.has_raised(error):
+                raise
             kill_started(others, LOOK_S)
             self._pending.resumes = bool(self._pending.pending)
             _set_number(loader, own)
@@ -189,6 +191,8 @@ class MoreWorkers:
             return self._begin(loader, begin, beside=True)
         except Exception as error:
             let_through(error)
+            if self._pending.has_raised(error):
+                raise
             kill_started(others, LOOK_S)
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace

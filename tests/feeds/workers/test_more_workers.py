@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.popen_fork import Popen
 from typing import Any
@@ -238,6 +238,26 @@ def test_what_the_dataset_raises_is_raised(given: type[Given]) -> None:
         list(loader)
     end_workers(loader.live())  # as with a plain loader, the exception holds them
     assert loader.inner.num_workers == 2 and (workers.change or "").startswith("2 workers again: KeyError: 'sample 40'")
+
+
+class Raises(list):  # type: ignore[type-arg]
+    """Indices that end with an error."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        raise LookupError("no more indices")
+
+
+@pytest.mark.parametrize(("count", "is_found"), [(26, True), (34, False), (42, False)])
+def test_what_the_sampler_raises_while_workers_start_is_raised(given: type[Given], count: int, is_found: bool) -> None:
+    """Else the epoch would end there, as if these were all batches."""
+    found = FOUND if is_found else None
+    loader, *_ = make(
+        lambda most, **how: MoreWorkers(most, **how, found=found), shuffle=False, sampler=Raises(range(count))
+    )
+    with pytest.raises(LookupError, match="no more indices"):
+        for _ in loader:
+            pass
 
 
 def make_tried(said: list[Any]) -> TriedWorkers:
