@@ -156,6 +156,20 @@ def test_an_eager_layer_beside_makes_it_at_least(is_frozen: bool) -> None:
     assert found["at_least"] is True and found["per_sample"] == 2 * 2 * 8 * 16
 
 
+def test_an_eager_model_beside_a_function_without_products_may_have_some() -> None:
+    model, graphs = nn.Linear(8, 16), CapturedGraphs()
+    compiled, x = torch.compile(lambda x: x.square().mean(), backend="eager"), torch.randn(4, 8)
+    with graphs.keeps():
+        compiled(model(x)).backward()
+        work = CompiledWork(model, preserve_state)
+        work.open(graphs)
+        compiled(model(x)).backward()
+        work.close()
+    found = work.count(4)
+    assert graphs.captured and found["per_sample"] is None and found["no_products"] is False
+    assert found["why"] == "the counted part of the step had no product, convolution or attention"
+
+
 def test_what_was_captured_before_is_not_counted() -> None:
     """The control: nothing is known of its graph."""
     model, x, graphs = nn.Linear(8, 16), torch.randn(4, 8), CapturedGraphs()
