@@ -141,7 +141,8 @@ def find_culprit(seen: Measurement, is_answered: Callable[[str], bool] = lambda 
         share, (_, takes, instead) = min(1.0, parts[largest]), KERNELS[largest]
         return Culprit(largest, f"{takes} {100 * share:.0f} % of that time", instead, share)
     dtype_mfu = 0.0 if seen.flops.get("no_products") else to_number(seen.mfu.get("dtype_in_use"))
-    if read_precision(seen) in ("fp32", "tf32") and (dtype_mfu is None or dtype_mfu >= LITTLE_MFU):
+    is_little = dtype_mfu is not None and dtype_mfu < LITTLE_MFU and not seen.flops.get("at_least")
+    if read_precision(seen) in ("fp32", "tf32") and not is_little:
         says = f"its matrix products run in {seen.peaks.get('dtype') or read_precision(seen)}"
         return Culprit("32-bit_math", says, "Trainer(precision='bf16-mixed')")
     if sms is not None and sms < FEW_SMS_PCT:

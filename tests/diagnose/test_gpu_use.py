@@ -60,6 +60,12 @@ def test_a_step_without_products_is_not_slow_because_of_their_precision(none: bo
     assert (found.cause if found else None) == cause
 
 
+@pytest.mark.parametrize(("at_least", "cause"), [(True, "32-bit_math"), (False, None)])
+def test_few_products_in_a_part_of_the_step_do_not_mean_few_in_all(at_least: bool, cause: str | None) -> None:
+    found = find_culprit(gpt2_naive(mfu={"dtype_in_use": 0.01}, flops={"per_sample": 1e6, "at_least": at_least}))
+    assert (found.cause if found else None) == cause
+
+
 def test_shares_of_products_never_exceed_the_whole() -> None:
     assert sum_products(with_trace(gpt2_tuned(), 100.0, {}, {"gemm": 80.0, "attention": 70.0})) == 1.0
     assert sum_products(gpt2_tuned()) == 0.0

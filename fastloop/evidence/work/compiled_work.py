@@ -35,6 +35,7 @@ class _Call:
     is_compiled: bool
     is_inside: bool
     """Whether it was made inside the call of a module that is recorded too."""
+    in_backward: bool
     fake: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -136,7 +137,9 @@ class CompiledWork:
         inside = {id(each) for module in counted for each in module.parameters()}.union(
             *(each.tensors for each in calls)
         )
-        has_rest = any(each.requires_grad and id(each) not in inside for each in self._root.parameters())
+        # Beside compiled functions, frozen layers may run eager, such as a teacher's.
+        rest = (each for each in self._root.parameters() if each.requires_grad or self._source == GRAPHS)
+        has_rest = any(id(each) not in inside for each in rest)
         return dataclasses.replace(count.work, at_least=count.work.at_least or lacks_backward or has_rest)
 
     def note(
@@ -153,21 +156,23 @@ class CompiledWork:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         given = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         device = next((each.device.type for each in (*module.parameters(), *given)), "cpu")
-        autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        self._calls.append(
-            _Call(
-                module=_unwrap(module),
-                is_compiled=is_compiled,
-                # Activation checkpointing calls a block again in the backward, as a part of what encloses it.
-                is_inside=is_compiled and (self.enclosing > 0 or self._is_again()),
-                fake=fake,
-                args=_make_fake(fake, args),
-                kwargs=_make_fake(fake, dict(kwargs)),
-                grad=torch.is_grad_enabled(),
-                autocast=autocast,
-                tensors=frozenset(map(id, given)),
-            )
+        call = _Call(
+            module=_unwrap(module),
+            is_compiled=is_compiled,
+            # Activation checkpointing calls a block again in the backward, as a part of what encloses it.
+            is_inside=is_compiled and (self.enclosing > 0 or self._is_again()),
+            in_backward=torch._C._current_graph_task_id() >= 0,
+            fake=fake,
+            args=_make_fake(fake, args),
+            kwargs=_make_fake(fake, dict(kwargs)),
+            grad=torch.is_grad_enabled(),
+            autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+            tensors=frozenset(map(id, given)),
         )
+        if self._source == GRAPHS and (place := self._find_without_gradient(call)) is not None:
+            self._calls[place] = dataclasses.replace(self._calls[place], is_inside=True)
+            call = dataclasses.replace(call, is_inside=False)
+        self._calls.append(call)
 
     def _note_safely(self, *call: Any, is_compiled: bool) -> None:
         try:
@@ -175,6 +180,17 @@ class CompiledWork:
         except Exception as error:  # recording must never break the step
             let_through(error)
             self.why = f"the shapes of a call cannot be kept: {type(error).__name__}"
+
+    def _find_without_gradient(self, again: _Call) -> int | None:
+        """Return the place of the call without gradients that a reentrant checkpoint makes `again` in the backward,
+        then with another graph; None if the call is not such a one."""
+        if not (again.in_backward and again.grad):
+            return None
+        if any(each.module is again.module and each.grad and not each.in_backward for each in self._calls):
+            return None
+        shapes = _list_shapes(again.args)
+        kept = ((place, each) for place, each in enumerate(self._calls) if not (each.grad or each.is_inside))
+        return next((place for place, each in kept if _list_shapes(each.args) == shapes), None)
 
     def _is_again(self) -> bool:
         in_backward = torch._C._current_graph_task_id() >= 0
@@ -190,7 +206,7 @@ class CompiledWork:
             torch.autocast(device, dtype=dtype, enabled=enabled),
             torch.set_grad_enabled(call.grad),
         ):
-            return _run(call, count)
+            return _run(call, count, is_part=self._source == GRAPHS)
 
 
 class _Noting:
@@ -219,6 +235,11 @@ class _Noting:
 def return_itself(kept: Any) -> Any:
     """Return the argument. Pickle and copy use this, so that a copy of a wrapper is the wrapped object."""
     return kept
+
+
+def _list_shapes(args: Any) -> list[tuple[int, ...]]:
+    leaves = torch.utils._pytree.tree_leaves(args)
+    return [tuple(each.shape) for each in leaves if isinstance(each, torch.Tensor)]
 
 
 def _put_back(own: dict[str, Any], name: str, had: Any) -> None:
@@ -254,8 +275,12 @@ def _without_compiled_calls(module: torch.nn.Module) -> Iterator[None]:
             own["_compiled_call_impl"] = call
 
 
-def _run(call: _Call, count: FlopCount) -> bool:
-    """Run forward and backward of one call; return whether a backward was expected but no output leads to one."""
+def _run(call: _Call, count: FlopCount, *, is_part: bool) -> bool:
+    """Run forward and backward of one call; return whether a backward was expected but no output leads to one.
+
+    Args:
+        is_part: it may be a part of a step, all of whose outputs go on to the loss; a scalar is not always the loss.
+    """
     values = {
         name: call.fake.from_tensor(each.detach()).requires_grad_(each.requires_grad)
         for name, each in (*call.module.named_parameters(), *call.module.named_buffers())
@@ -268,7 +293,8 @@ def _run(call: _Call, count: FlopCount) -> bool:
         )
         output = torch.func.functional_call(call.module, values, args, kwargs)
         live = [each for each in _find_tensors(output) if _wants_gradient(each)]
-        live = [each for each in live if not each.dim()] or live  # a loss, if the module computes one
+        if not is_part:
+            live = [each for each in live if not each.dim()] or live  # a loss, if the module computes one
         wanted = [*given, *filter(_wants_gradient, values.values())]
         if live and wanted:
             ones = [torch.ones_like(each) for each in live]

@@ -60,7 +60,7 @@ class Work:
     recomputed: int = 0
     """Forward work repeated for the backward; not included in the other fields."""
     at_least: bool = False
-    """A heavy operator without a formula ran."""
+    """A heavy operator without a formula ran, or a part of the step was not counted."""
     uncounted: tuple[str, ...] = ()
     """Names of such operators, at most five."""
     misaligned: int = 0
@@ -77,8 +77,10 @@ class Work:
         """This work per sample, in the form of ``Measurement.flops``; ``source`` says where it was counted."""
         if samples <= 0 or not self.total:
             had = "nothing with a formula" if self.uncounted else "no product, convolution or attention"
-            why = f"the counted step had {had}" if samples > 0 else "the samples of the counted step are not known"
-            return {"per_sample": None, "source": source, "why": why, "no_products": not (self.total or self.uncounted)}
+            what = "part of the step" if self.at_least and not self.uncounted else "step"
+            why = f"the counted {what} had {had}" if samples > 0 else "the samples of the counted step are not known"
+            has_none = not (self.total or self.uncounted or self.at_least)
+            return {"per_sample": None, "source": source, "why": why, "no_products": has_none}
         kinds = {name: getattr(self, name) / samples for name in ("matmul", "convolution", "attention", "recomputed")}
         found = {"per_sample": self.total / samples, **kinds}
         found |= {"at_least": self.at_least, "uncounted": list(self.uncounted), "source": source}

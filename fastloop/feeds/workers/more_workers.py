@@ -167,6 +167,8 @@ class MoreWorkers:
             source = self._begin(loader, begin)
         except Exception as error:
             let_through(error)
+            if self._pending.has_raised(error):
+                raise
             kill_started(others, LOOK_S)
             self._pending.resumes = bool(self._pending.pending)
             self._keep_found(own, None)
@@ -190,6 +192,8 @@ class MoreWorkers:
             return self._begin(loader, begin, beside=True)
         except Exception as error:
             let_through(error)
+            if self._pending.has_raised(error):
+                raise
             kill_started(others, LOOK_S)
             self._pending.take_back()
             loader.num_workers, loader.__dict__["_iterator"], self._pace = old, kept, pace
@@ -239,7 +243,11 @@ class MoreWorkers:
 
     def _note(self, loader: DataLoader[Any], batch: Any, waited_s: float, took_s: float) -> int | None:
         """Note a batch's times; return the number of workers to change to, None to keep the current one."""
-        pace = self._pace
+        pace, before = self._pace, self._before
+        if pace is not None and before is not None and not loader.num_workers and pace.workers > before.workers:
+            self.is_faster, self.change = False, f"no workers at last: {pace.workers} could not be used"
+            self._keep_found(before.workers, None)
+            self._pace = pace = None
         if pace is None or not loader.num_workers or self._next is not None:
             return None
         if self.is_faster is None:

@@ -84,6 +84,26 @@ def test_all_parts_of_a_broken_graph_count_and_run_once() -> None:
     assert len(model.seen) == 2, "nothing that a step keeps is kept once more"
 
 
+class Towers(nn.Module):
+    """Two layers, a number that scales their product, and a break of the graph before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.scale = nn.Linear(8, 16), nn.Linear(8, 16), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right, scale = self.left(x), self.right(x), self.scale.exp()
+        torch._dynamo.graph_break()
+        return scale * left @ right.t()
+
+
+def test_a_number_beside_other_outputs_is_not_taken_for_the_loss() -> None:
+    model, x = Towers(), torch.randn(4, 8)
+    expected = count_eager(copy.deepcopy(model), x)
+    found, captured = count_graphs(model, lambda x: model(x), x, x)
+    assert captured > 1 and found["per_sample"] == expected["per_sample"] and found["at_least"] is False
+
+
 @pytest.mark.parametrize("sizes", [(4, 5), (5, 4)])
 def test_the_shapes_are_those_of_the_noted_step(sizes: tuple[int, int]) -> None:
     model = nn.Linear(8, 16)
@@ -109,10 +129,45 @@ def test_what_a_checkpoint_computes_again_is_no_work() -> None:
     assert len(ran) == 3 and work.count(4)["per_sample"] == 3 * 2 * 8 * 16
 
 
-def test_an_eager_layer_beside_makes_it_at_least() -> None:
-    root = nn.ModuleDict({"compiled": nn.Linear(8, 16), "eager": nn.Linear(8, 16)})
+def test_a_reentrant_checkpoint_computes_gradients_only_when_it_computes_again() -> None:
+    layers, x = [nn.Linear(8, 8) for _ in range(3)], torch.randn(4, 8, requires_grad=True)
+    block = torch.compile(lambda layer, x: layer(x).relu(), backend="eager")
+
+    def step(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(block, layer, x, use_reentrant=True)
+        return x.square().mean()
+
+    graphs = CapturedGraphs()
+    with graphs.keeps():
+        step(x).backward()
+        work = CompiledWork(nn.ModuleList(layers), preserve_state)
+        work.open(graphs)
+        step(x).backward()
+        work.close()
+    found = work.count(4)
+    assert found["per_sample"] == 3 * 3 * 2 * 8 * 8 and found["at_least"] is False
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_an_eager_layer_beside_makes_it_at_least(is_frozen: bool) -> None:
+    root = nn.ModuleDict({"compiled": nn.Linear(8, 16), "eager": nn.Linear(8, 16).requires_grad_(not is_frozen)})
     found, _ = count_graphs(root, lambda x: root["compiled"](x), torch.randn(4, 8), torch.randn(4, 8))
     assert found["at_least"] is True and found["per_sample"] == 2 * 2 * 8 * 16
+
+
+def test_an_eager_model_beside_a_function_without_products_may_have_some() -> None:
+    model, graphs = nn.Linear(8, 16), CapturedGraphs()
+    compiled, x = torch.compile(lambda x: x.square().mean(), backend="eager"), torch.randn(4, 8)
+    with graphs.keeps():
+        compiled(model(x)).backward()
+        work = CompiledWork(model, preserve_state)
+        work.open(graphs)
+        compiled(model(x)).backward()
+        work.close()
+    found = work.count(4)
+    assert graphs.captured and found["per_sample"] is None and found["no_products"] is False
+    assert found["why"] == "the counted part of the step had no product, convolution or attention"
 
 
 def test_what_was_captured_before_is_not_counted() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.popen_fork import Popen
 from typing import Any
@@ -167,7 +167,7 @@ def test_workers_that_cannot_be_forked_give_way_to_the_old_ones(
     plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
     assert (order, drawn, counts) == (plain[0], plain[2], [2]) and len(forks) == 2 + 2 + 2 * 2
     assert workers.is_faster is False and "Cannot allocate memory" in (workers.change or "")
-    assert [each.workers for each in kept] == [4, 2]
+    assert [each.workers for each in kept] == [4, 2], "later runs start with the number that works"
 
 
 @pytest.mark.parametrize(("batches", "counts"), [(1000, [2, 4]), (11, [2])])
@@ -240,17 +240,65 @@ def test_what_the_dataset_raises_is_raised(given: type[Given]) -> None:
     assert loader.inner.num_workers == 2 and (workers.change or "").startswith("2 workers again: KeyError: 'sample 40'")
 
 
-def test_workers_of_ours_become_more_too(given: type[Given]) -> None:
-    said: list[Any] = []
-    tried = TriedWorkers(
+class Raises(list):  # type: ignore[type-arg]
+    """Indices that end with an error."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        raise LookupError("no more indices")
+
+
+@pytest.mark.parametrize(("count", "is_found"), [(26, True), (34, False), (42, False)])
+def test_what_the_sampler_raises_while_workers_start_is_raised(given: type[Given], count: int, is_found: bool) -> None:
+    """Else the epoch would end there, as if these were all batches."""
+    found = FOUND if is_found else None
+    loader, *_ = make(
+        lambda most, **how: MoreWorkers(most, **how, found=found), shuffle=False, sampler=Raises(range(count))
+    )
+    with pytest.raises(LookupError, match="no more indices"):
+        for _ in loader:
+            pass
+
+
+def make_tried(said: list[Any]) -> TriedWorkers:
+    return TriedWorkers(
         room_bytes=None, step_down=lambda *given: said.append(given), warn=said.append, turn_off="rungs.x"
     )
+
+
+def test_workers_of_ours_become_more_too(given: type[Given]) -> None:
+    said: list[Any] = []
+    tried = make_tried(said)
     loader, workers, _ = make(lambda most, **how: MoreWorkers(most, **how, epochs=tried.batches), shuffle=False)
     order, counts, _ = read(loader)
     assert order == [[float(index) for index in range(64)]] * 3 and counts == [2, 4] and workers.is_faster and not said
 
 
 FOUND = FoundWorkers(workers=4, before_s=1.0, then_s=0.1, batch_bytes=64)
+
+
+@pytest.mark.parametrize("found", [None, FOUND])
+def test_a_number_of_ours_that_cannot_start_is_not_kept(
+    given: type[Given], monkeypatch: pytest.MonkeyPatch, found: FoundWorkers | None
+) -> None:
+    """The training goes on without workers, and later runs start with the number that works."""
+    launch, forks = Popen._launch, list[int]()
+
+    def fail(self: Popen, process: Any) -> None:
+        forks.append(1)
+        if len(forks) == (3 if found else 5):
+            raise OSError(12, "Cannot allocate memory")
+        launch(self, process)
+
+    monkeypatch.setattr(Popen, "_launch", fail)
+    monkeypatch.setattr(DataLoaderIter, "_shutdown", True, raising=False)  # which is not there yet, and torch asks for
+    tried, kept = make_tried([]), list[FoundWorkers]()
+    loader, workers, _ = make(
+        lambda most, **how: MoreWorkers(most, **how, epochs=tried.batches, found=found, keep=kept.append)
+    )
+    assert read(loader)[1] == ([-1] if found else [2, -1])
+    assert workers.is_faster is False and workers.change == "no workers at last: 4 could not be used"
+    assert [each.workers for each in kept] == ([2] if found else [4, 2])
 
 
 @pytest.mark.parametrize(("took_s", "last"), [(0.1, FOUND), (1.0, replace(FOUND, workers=2, then_s=1.0)), (None, None)])
@@ -330,4 +378,4 @@ def test_the_own_number_returns_if_one_of_those_found_fails(given: type[Given]) 
     plain = read(DataLoader(Numbers(), 4, shuffle=True, num_workers=2))
     assert (order, drawn) == (plain[0], plain[2]) and workers.is_faster is False and 2 in counts
     assert (workers.change or "").startswith("2 workers again: LookupError: ")
-    assert [each.workers for each in kept] == [2]
+    assert [each.workers for each in kept] == [2], "later runs start with the number that works"
