@@ -54,11 +54,11 @@ class CountWork:
         self._samples = 0
         if (why := may_count(self._module)) is None:
             self._marks.around_work = self._count = FlopCount()
-        elif self._preserve_state is not None and (self._graphs.captured or find_compiled(self._module)):
+            return
+        self.found = {"per_sample": None, "why": why}  # a later step may be one of compiled modules
+        if self._preserve_state is not None and (CapturedGraphs.ever or find_compiled(self._module)):
             self._compiled = CompiledWork(self._module, self._preserve_state)
             self._compiled.open(self._graphs)
-        else:  # a later step may be one of compiled modules
-            self.found = {"per_sample": None, "why": why}
 
     def batch(self, samples: int | None) -> None:
         """Add a finished batch of the step."""
@@ -73,10 +73,10 @@ class CountWork:
         if self._compiled is not None:
             work, self._compiled = self._compiled, None
             work.close()
-            self.found = work.count(self._samples)
-            self._done = self.found["per_sample"] is not None or bool(find_compiled(self._module))
-        if self._done:
-            self._kept.close()
+            found, has_modules = work.count(self._samples), bool(find_compiled(self._module))
+            if work.was_called or has_modules:
+                self.found = found
+            self._done = found["per_sample"] is not None or has_modules
 
     def give_up(self) -> None:
         """Stop without a result."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,15 +20,17 @@ Note = Callable[[torch.nn.Module, "tuple[Any, ...]"], None]
 
 
 class CapturedGraphs:
-    """Keeps the graphs that Dynamo captures inside `keeps`.
+    """Keeps the graphs that Dynamo captures inside `keeps`, as long as their compiled code: a later fit may call it.
 
     Attributes:
-        captured: how many there are.
+        captured: how many there are; `ever` is the same for all of this process.
     """
+
+    ever: ClassVar[int] = 0
+    _notes: ClassVar[list[Note]] = []
 
     def __init__(self) -> None:
         self.captured = 0
-        self._note: Note | None = None
 
     @contextlib.contextmanager
     def keeps(self) -> Iterator[None]:
@@ -54,12 +56,12 @@ class CapturedGraphs:
 
     @contextlib.contextmanager
     def noted(self, note: Note) -> Iterator[None]:
-        """Pass each call of a kept graph to `note` inside this context."""
-        self._note = note
+        """Pass each call of a kept graph, of an earlier fit too, to `note` inside this context."""
+        self._notes.append(note)
         try:
             yield
         finally:
-            self._note = None
+            self._notes.remove(note)
 
     def _copy(self, module: Any) -> torch.nn.Module | None:
         """A copy of a graph that the compiler will not change; it shares tensors. None if it cannot be copied."""
@@ -74,12 +76,14 @@ class CapturedGraphs:
             let_through(error)
             return None
         self.captured += 1
+        CapturedGraphs.ever += 1
         return copied
 
-    def _wrap(self, graph: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @staticmethod
+    def _wrap(graph: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if self._note is not None:
-                self._note(graph, args)
+            for note in CapturedGraphs._notes:
+                note(graph, args)
             return compiled(*args)
 
         return call

@@ -78,6 +78,7 @@ class CompiledWork:
         """Why there is no count."""
         self._root, self._preserve_state = root, preserve_state
         self._calls: list[_Call] = []
+        self.was_called = False
         self.enclosing = 0
         """Calls of enclosing modules that are running now."""
         self._source = SOURCE
@@ -148,6 +149,7 @@ class CompiledWork:
         """Record the shapes of a call."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        self.was_called = True
         if self.why is not None:
             return
         if len(self._calls) >= MOST_CALLS:

@@ -46,6 +46,24 @@ def test_a_compiled_model_of_the_users_is_counted_and_left_alone(kind: str) -> N
     assert eager[2].flops["per_sample"] == EAGER and "eager" in eager[2].flops["source"]
 
 
+def test_a_later_fit_of_compiled_code_is_counted_too() -> None:
+    """Its graphs were captured in the first one."""
+
+    class Quiet(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    forget_compiles()
+    compiled, found = torch.compile(Quiet(), backend="aot_eager"), list[Any]()
+    for _ in range(2):
+        loop = FastLoop(quiet=True)
+        trainer(callbacks=[loop]).fit(compiled, loader(samples=256, shuffle=True))
+        assert loop.measurement is not None
+        found.append((loop.measurement.flops["per_sample"], torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    assert found[0] == found[1] and found[0][0] == EAGER, "and nothing was compiled again"
+    forget_compiles()
+
+
 def test_a_rung_that_was_not_rehearsed_is_counted_too() -> None:
     config = {"rungs": {"compile": {"enabled": True}}, "rehearsal": "off", "watch": {"warmup_steps": 8}}
     seen = fit("eager", config)[2]
