@@ -245,7 +245,7 @@ class MoreWorkers:
         """Note a batch's times; return the number of workers to change to, None to keep the current one."""
         pace, before = self._pace, self._before
         if pace is not None and before is not None and not loader.num_workers and pace.workers > before.workers:
-            self.is_faster, self.change = False, f"no workers at last: {pace.workers} could not be used"
+            self.is_faster, self.change = False, f"no workers in the end: {pace.workers} could not be used"
             self._keep_found(before.workers, None)
             self._pace = pace = None
         if pace is None or not loader.num_workers or self._next is not None:

@@ -297,7 +297,7 @@ def test_a_number_of_ours_that_cannot_start_is_not_kept(
         lambda most, **how: MoreWorkers(most, **how, epochs=tried.batches, found=found, keep=kept.append)
     )
     assert read(loader)[1] == ([-1] if found else [2, -1])
-    assert workers.is_faster is False and workers.change == "no workers at last: 4 could not be used"
+    assert workers.is_faster is False and workers.change == "no workers in the end: 4 could not be used"
     assert [each.workers for each in kept] == ([2] if found else [4, 2])
 
 
