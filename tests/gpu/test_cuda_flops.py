@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastloop.bridge.apply.state.untouched import preserve_state
-from fastloop.evidence.work.captured_graphs import CapturedGraphs
+from fastloop.evidence.work.captured_graphs import count_kept, keep_graphs
 from fastloop.evidence.work.compiled_work import CompiledWork
 from fastloop.evidence.work.flops import FlopCount, Work, may_count
 from tests.evidence.work.test_flops import Attention, Blocks, trained
@@ -116,17 +116,17 @@ def test_a_graph_being_captured_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_function_that_inductor_compiled_counts_as_eager(mode: str) -> None:
     torch._dynamo.reset()
-    network, graphs = Attention(32).cuda(), CapturedGraphs()
+    network, before = Attention(32).cuda(), count_kept()
     x = torch.randn(2, 16, 32, device="cuda", requires_grad=True)
     eager = trained(network, x).work
     compiled: Any = torch.compile(lambda x: network(x), mode=mode)
-    with graphs.keeps():
+    with keep_graphs():
         for _ in range(3):
             compiled(x).sum().backward()
         work = CompiledWork(network, preserve_state)
-        work.open(graphs)
+        work.open()
         compiled(x).sum().backward()
         work.close()
     found = work.count(1)
-    assert graphs.captured == 1 and found["per_sample"] == eager.total and found["at_least"] is False
+    assert count_kept() - before == 1 and found["per_sample"] == eager.total and found["at_least"] is False
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from fastloop.bridge.watch.phases import Marks
 from fastloop.evidence.sync.cuda_warnings import SyncMarks
 from fastloop.evidence.sync.hunt import LogSites, SyncHunt
 from fastloop.evidence.trace.recording import TraceWindow
-from fastloop.evidence.work.captured_graphs import CapturedGraphs
+from fastloop.evidence.work.captured_graphs import count_kept, keep_graphs
 from fastloop.evidence.work.compiled_work import CompiledWork, find_compiled
 from fastloop.evidence.work.flops import FlopCount, may_count
 
@@ -34,7 +34,7 @@ class CountWork:
     def __init__(self, preserve_state: Callable[..., contextlib.AbstractContextManager[object]] | None = None) -> None:
         self._preserve_state = preserve_state
         self._compiled: CompiledWork | None = None
-        self._graphs, self._kept = CapturedGraphs(), contextlib.ExitStack()
+        self._keeping = contextlib.ExitStack()
         self.found: Mapping[str, Any] = {"per_sample": None, "why": "the warm-up was too short to count FLOPs"}
         self._module: Any = None
         self._marks: Marks | None = None
@@ -44,8 +44,8 @@ class CountWork:
     def attach(self, module: torch.nn.Module, marks: Marks) -> Callable[[], None]:
         """Begin to keep the graphs that are captured; returns the undo."""
         self._module, self._marks = module, marks
-        self._kept.enter_context(self._graphs.keeps())
-        return self._kept.close
+        self._keeping.enter_context(keep_graphs())
+        return self._keeping.close
 
     def begin(self) -> None:
         """Count in the step that begins, unless the result is already known."""
@@ -56,9 +56,9 @@ class CountWork:
             self._marks.around_work = self._count = FlopCount()
             return
         self.found = {"per_sample": None, "why": why}  # a later step may be one of compiled modules
-        if self._preserve_state is not None and (CapturedGraphs.ever or find_compiled(self._module)):
+        if self._preserve_state is not None and (count_kept() or find_compiled(self._module)):
             self._compiled = CompiledWork(self._module, self._preserve_state)
-            self._compiled.open(self._graphs)
+            self._compiled.open()
 
     def batch(self, samples: int | None) -> None:
         """Add a finished batch of the step."""

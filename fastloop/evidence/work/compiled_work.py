@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastloop.errors import let_through
-from fastloop.evidence.work.captured_graphs import CapturedGraphs
+from fastloop.evidence.work.captured_graphs import note_calls
 from fastloop.evidence.work.flops import FlopCount, Work
 
 SOURCE = "the compiled modules' calls of one step, run again without data"
@@ -84,12 +84,12 @@ class CompiledWork:
         self._source = SOURCE
         self._undos: list[Callable[[], None]] = []
 
-    def open(self, graphs: CapturedGraphs | None = None) -> None:
-        """Begin to record calls of compiled modules, or of these graphs if there are none."""
+    def open(self) -> None:
+        """Begin to record calls of compiled modules, or if there are none, of captured graphs."""
         compiled = find_compiled(self._root)
-        if graphs is not None and not compiled:
+        if not compiled:
             self._source, noted = GRAPHS, contextlib.ExitStack()
-            noted.enter_context(graphs.noted(lambda graph, args: self._note_safely(graph, args, {}, is_compiled=True)))
+            noted.enter_context(note_calls(lambda graph, args: self._note_safely(graph, args, {}, is_compiled=True)))
             self._undos.append(noted.close)
         for module in compiled:
             is_wrapper = type(module).__name__ == "OptimizedModule"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fastloop.bridge.apply.state.untouched import preserve_state
 from fastloop.evidence.work import captured_graphs
-from fastloop.evidence.work.captured_graphs import CapturedGraphs
+from fastloop.evidence.work.captured_graphs import count_kept, keep_graphs
 from fastloop.evidence.work.compiled_work import GRAPHS, CompiledWork
 from fastloop.evidence.work.flops import FlopCount
-from tests.bridge.watch.made_up import forget_compiles
 from tests.evidence.work.test_compiled_work import MODELS
 
 Step = Callable[[Tensor], Any]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled() -> Iterator[None]:
-    forget_compiles()
-    torch.manual_seed(0)
-    yield
-    forget_compiles()
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 def count_eager(step: Step, x: Tensor) -> Any:
@@ -40,15 +34,15 @@ def count_eager(step: Step, x: Tensor) -> Any:
 
 def count_graphs(root: nn.Module, step: Step, *batches: Tensor, note: int = -1, **how: Any) -> tuple[Any, int]:
     """The count of one of these steps, and how many graphs were captured."""
-    graphs, compiled = CapturedGraphs(), torch.compile(step, backend="eager", **how)
-    with graphs.keeps():
+    before, compiled = count_kept(), torch.compile(step, backend="eager", **how)
+    with keep_graphs():
         for x in batches[:note]:
             compiled(x).square().mean().backward()
         work = CompiledWork(root, preserve_state)
-        work.open(graphs)
+        work.open()
         compiled(batches[note]).square().mean().backward()
         work.close()
-    return work.count(4), graphs.captured
+    return work.count(4), count_kept() - before
 
 
 @pytest.mark.parametrize("name", ["images", "text"])
@@ -113,17 +107,17 @@ def test_the_shapes_are_those_of_the_noted_step(sizes: tuple[int, int]) -> None:
 
 def test_what_a_checkpoint_computes_again_is_no_work() -> None:
     model, x = nn.Linear(8, 16), torch.randn(4, 8, requires_grad=True)
-    compiled, graphs = torch.compile(lambda x: model(x), backend="eager"), CapturedGraphs()
+    compiled = torch.compile(lambda x: model(x), backend="eager")
     ran: list[int] = []
 
     def count_runs(x: Tensor) -> Any:
         ran.append(1)
         return compiled(x)
 
-    with graphs.keeps():
+    with keep_graphs():
         count_runs(x)
         work = CompiledWork(model, preserve_state)
-        work.open(graphs)
+        work.open()
         checkpoint(count_runs, x, use_reentrant=False).square().mean().backward()
         work.close()
     assert len(ran) == 3 and work.count(4)["per_sample"] == 3 * 2 * 8 * 16
@@ -138,11 +132,10 @@ def test_a_reentrant_checkpoint_computes_gradients_only_when_it_computes_again()
             x = checkpoint(block, layer, x, use_reentrant=True)
         return x.square().mean()
 
-    graphs = CapturedGraphs()
-    with graphs.keeps():
+    with keep_graphs():
         step(x).backward()
         work = CompiledWork(nn.ModuleList(layers), preserve_state)
-        work.open(graphs)
+        work.open()
         step(x).backward()
         work.close()
     found = work.count(4)
@@ -157,31 +150,31 @@ def test_an_eager_layer_beside_makes_it_at_least(is_frozen: bool) -> None:
 
 
 def test_an_eager_model_beside_a_function_without_products_may_have_some() -> None:
-    model, graphs = nn.Linear(8, 16), CapturedGraphs()
+    model, before = nn.Linear(8, 16), count_kept()
     compiled, x = torch.compile(lambda x: x.square().mean(), backend="eager"), torch.randn(4, 8)
-    with graphs.keeps():
+    with keep_graphs():
         compiled(model(x)).backward()
         work = CompiledWork(model, preserve_state)
-        work.open(graphs)
+        work.open()
         compiled(model(x)).backward()
         work.close()
     found = work.count(4)
-    assert graphs.captured and found["per_sample"] is None and found["no_products"] is False
+    assert count_kept() > before and found["per_sample"] is None and found["no_products"] is False
     assert found["why"] == "the counted part of the step had no product, convolution or attention"
 
 
 def test_what_was_captured_before_is_not_counted() -> None:
     """The control: nothing is known of its graph."""
-    model, x, graphs = nn.Linear(8, 16), torch.randn(4, 8), CapturedGraphs()
+    model, x, before = nn.Linear(8, 16), torch.randn(4, 8), count_kept()
     compiled = torch.compile(lambda x: model(x), backend="eager")
     compiled(x)
-    with graphs.keeps():
+    with keep_graphs():
         work = CompiledWork(model, preserve_state)
-        work.open(graphs)
+        work.open()
         compiled(x).sum().backward()
         work.close()
     found = work.count(4)
-    assert graphs.captured == 0 and found["per_sample"] is None
+    assert count_kept() == before and found["per_sample"] is None
     assert found["why"] == "the compiled functions did not run in the counted step"
 
 
@@ -192,16 +185,16 @@ def test_a_graph_that_cannot_be_copied_compiles_all_the_same(monkeypatch: pytest
         fired.append(1)
         raise TypeError("no such node")
 
-    model, x, graphs = nn.Linear(8, 16), torch.randn(4, 8), CapturedGraphs()
-    with graphs.keeps(), monkeypatch.context() as patch:
+    model, x, before = nn.Linear(8, 16), torch.randn(4, 8), count_kept()
+    with keep_graphs(), monkeypatch.context() as patch:
         patch.setattr(captured_graphs.torch.fx.Graph, "graph_copy", refuse)
         found = torch.compile(lambda x: model(x), backend="eager")(x)
-    assert fired and torch.equal(found, model(x)) and graphs.captured == 0
+    assert fired and torch.equal(found, model(x)) and count_kept() == before
 
 
 def test_nothing_stays_in_dynamo() -> None:
     usual = OutputGraph.call_user_compiler
-    with contextlib.suppress(LookupError), CapturedGraphs().keeps():
+    with contextlib.suppress(LookupError), keep_graphs():
         assert OutputGraph.call_user_compiler is not usual
         raise LookupError
     assert OutputGraph.call_user_compiler is usual

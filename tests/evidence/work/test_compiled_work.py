@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +19,7 @@ from fastloop.evidence.work.compiled_work import SOURCE, CompiledWork, find_comp
 from fastloop.evidence.work.flops import FlopCount
 from tests.bridge.watch.made_up import forget_compiles
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled() -> Iterator[None]:
-    forget_compiles()
-    torch.manual_seed(0)
-    yield
-    forget_compiles()
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 class Square(torch.autograd.Function):
