@@ -27,16 +27,12 @@ def make_model(name: str, size: str) -> tuple[Any, tuple[int, ...]]:
     from torch import nn
     from torchvision import models
 
-    side, count = (64, 2) if size == "tiny" else (224, 64)
+    count, side = (2, 64) if size == "tiny" else (64, 224)
+    shape = (count, 3, side, side)
     if name == "lraspp_mobilenet_v3":
-        return models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=3), (
-            count,
-            3,
-            side,
-            side,
-        )
+        return models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=3), shape
     if name != "discriminator":
-        return models.get_model(name, num_classes=10), (count, 3, side, side)
+        return models.get_model(name, num_classes=10), shape
     widths = (64, 128, 256, 512)
     layers = [nn.Conv2d(3, 64, 4, 2, 1), nn.LeakyReLU(0.2)]
     for inputs, outputs in itertools.pairwise(widths):

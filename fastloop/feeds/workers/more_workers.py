@@ -2,8 +2,8 @@
 
 The waits for batches are timed. If more workers would save more time than starting them costs, they take over, in the
 middle of an epoch or at the start of the next one, from the next indices on: the old workers still deliver the batches
-that they have begun, in the same order. If batches then come no faster, the old number of workers is restored. If they
-do, the number is kept, and later runs start with it, until it fails in one.
+that they have begun, in the same order. If batches then come no faster, the old number of workers is restored. Later
+runs start with the larger number, unless it failed or was no faster.
 """
 
 from __future__ import annotations
