@@ -11,7 +11,9 @@ contact. In each round all scripts and arms take turns, in an order shuffled by 
 file. One JSON line per run:
 
     process_s        the whole process, imports, compiles and report included
+    before_s         from the start of the process to the Trainer's construction
     train_s          from the Trainer's construction to the end of the last batch, which a user waits for
+    after_s          from the end of the last batch to the end of the process
     first_batch_s    from the start of training to the end of the first batch, compiles included
     first_to_last_s  from the end of the first batch to the end of the last, the device waited for then
     late_ms          the same per batch over the second half of the batches

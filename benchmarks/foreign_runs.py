@@ -132,7 +132,7 @@ def run_one(
         "over_limit": code is None,
         "forked": options.forked,
         "process_s": round(time.perf_counter() - began, 2),
-        **read_stamps(stamps),
+        **read_stamps(stamps, began, time.perf_counter()),
         **read_records(out),
         **read_output(printed, failed=code != 0),
     }
@@ -242,8 +242,8 @@ def run_script(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 # -- what came of it --------------------------------------------------------------------------------------------------
 
 
-def read_stamps(path: Path) -> dict[str, Any]:
-    """Times of the longest fit, and its last metrics."""
+def read_stamps(path: Path, began: float, ended: float) -> dict[str, Any]:
+    """Times of the longest fit, and its last metrics; the process began and ended at these times."""
     fits = [fit for fit in (json.loads(path.read_text()) if path.is_file() else []) if fit["ends"]]
     if not fits:
         return {"fits": 0}
@@ -255,7 +255,9 @@ def read_stamps(path: Path) -> dict[str, Any]:
         "batches": len(ends),
         "each_ms": [round(1e3 * (b - a), 1) for a, b in itertools.pairwise(ends)],
         "finished": fit["last"] is not None,
+        "before_s": round(fit["built"] - began, 3),
         "train_s": round(last - fit["built"], 3),
+        "after_s": round(ended - last, 3),
         "first_batch_s": round(ends[0] - fit["start"], 3),
         "first_to_last_s": round(last - ends[0], 3),
         "late_ms": round(1e3 * (last - ends[middle]) / max(1, len(ends) - 1 - middle), 3),
