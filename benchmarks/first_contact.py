@@ -33,6 +33,7 @@ With --again a script and arm keep one cache: the first round is the first conta
 from __future__ import annotations
 
 import argparse
+import compileall
 import concurrent.futures
 import contextlib
 import json
@@ -49,7 +50,7 @@ from typing import Any
 
 from scipy import stats
 
-from benchmarks.cases import add_budget, say
+from benchmarks.cases import ROOT, add_budget, say
 from benchmarks.foreign_runs import BY_HAND, GRACE_S, LEAST_S, SCRIPTS, Case, import_ahead, make_timer, run_one
 
 ARMS = ("plain", "watched", "safe", "full")
@@ -223,6 +224,7 @@ def main() -> None:
         return
     if options.forked and not import_ahead(options.scripts):
         raise SystemExit("got --forked\n  why an import of these scripts touches CUDA\n  do  leave it out")
+    compileall.compile_dir(ROOT / "fastloop", quiet=1)  # as pip does when it installs
     with contextlib.ExitStack() as stack:
         place = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         run_all(options, place.absolute())
