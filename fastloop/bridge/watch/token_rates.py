@@ -11,6 +11,8 @@ from fastloop.feeds.batch_tree import iterate_tensors
 
 MOST = 256
 """Most batches that are counted; their sums stay on the device until the end."""
+SHORTEST = 8
+"""Fewer integers per sample are categories, such as a user and an item, unless the batch says that they are tokens."""
 
 
 class Tokens:
@@ -52,4 +54,5 @@ def _find_token_ids(batch: Any) -> torch.Tensor | None:
     first = next(iterate_tensors(batch), None)
     if first is None or first.ndim != 2 or first.dtype not in (torch.int64, torch.int32, torch.int16):
         return None
-    return first if first.shape[1] != 1 else None  # one integer per sample is a label or a category
+    is_masked = isinstance(batch, Mapping) and "attention_mask" in batch
+    return first if is_masked or first.shape[1] >= SHORTEST else None

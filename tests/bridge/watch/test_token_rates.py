@@ -67,9 +67,10 @@ def test_tokens_per_sample(batches: list[Any], every: float, real: float | None)
         ids(4, 10)[0],
         {"input_ids": torch.zeros(4, 10, 5, dtype=torch.int64)},
         (torch.zeros(4, 8), torch.zeros(4)),
+        (ids(4, 2), torch.zeros(4)),  # a user and an item
         {"target": ids(4, 1), "continuous": torch.zeros(4, 2), "categorical": ids(4, 3)},  # rows of a table
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_batches_without_tokens(batch: Any) -> None:
     assert per_sample(batch) == (None, None)
