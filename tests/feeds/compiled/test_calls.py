@@ -14,6 +14,7 @@ import torch
 
 from fastloop.feeds import call_shapes
 from fastloop.feeds.compiled.calls import CompiledCall, put_in
+from tests.torch_version import TORCH
 
 really_compile = torch.compile
 Call = Callable[..., torch.Tensor]
@@ -379,7 +380,8 @@ def test_what_is_unfrozen_gets_gradients(which: str, monkeypatch: pytest.MonkeyP
             net.zero_grad()
             net(batch(5)).sum().backward()
             found.append(layer.weight.grad is not None)
-        assert found == [False, touches, False, touches]
+        heeds = touches or TORCH >= (2, 14)  # later ones look by themselves
+        assert found == [False, heeds, False, heeds]
 
 
 def test_parameters_may_be_removed() -> None:

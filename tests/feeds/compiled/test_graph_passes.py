@@ -59,7 +59,7 @@ def test_a_gpus_kernels_are_timed_in_another_process(
     """In each compile of these modes, with and without passes; Inductor is not asked here."""
     seen: list[dict[str, Any]] = []
 
-    def take(graph: Any, _inputs: Any, config_patches: Any) -> Any:
+    def take(graph: Any, _inputs: Any, *, config_patches: Any, **_: Any) -> Any:
         seen.append(config_patches)
         return graph.forward
 

@@ -82,6 +82,13 @@ def test_both_generations_of_transforms_read_alike(folder: Path) -> None:
         )
 
 
+def test_an_interpolation_may_be_kept_by_its_name(folder: Path) -> None:
+    """As torchvision 0.29 keeps it."""
+    resize = v2.Resize(256)
+    resize.interpolation = "bicubic"
+    assert read(resize, folder).steps == (Resize(size=256, interpolation="bicubic"),)
+
+
 def test_both_generations_pad_the_same_sides(folder: Path) -> None:
     for padding, sides in ((3, (3, 3, 3, 3)), ((1, 2), (1, 2, 1, 2)), ((1, 2, 3, 4), (1, 2, 3, 4))):
         for tv in (v1, v2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fastloop import FastLoop
 from fastloop.bridge.apply.state import untouched
 from fastloop.bridge.apply.state.checkpoints import end_checkpoints
+from tests.torch_version import TORCH
 
 
 class Refused(ValueError):
@@ -54,8 +56,9 @@ def test_later_checkpoints_work(depth: int) -> None:
 
     with pytest.raises(Refused) as raised:
         fail(torch.ones(2, 4, requires_grad=True))
-    with pytest.raises((CheckpointError, Refused)):  # control
-        train()
+    if TORCH < (2, 14):  # control; later ones end them by themselves
+        with pytest.raises((CheckpointError, Refused)):
+            train()
     end_checkpoints(raised.value)
     train()
     end_checkpoints(raised.value)
@@ -107,5 +110,5 @@ def test_a_rung_that_fails_inside_one_ends_no_training(monkeypatch: pytest.Monke
     assert "no 16-bit numbers" in str(loop.plan)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where it is not known to fail
     monkeypatch.setattr(untouched, "end_checkpoints", lambda error: None)  # control
-    with pytest.raises((CheckpointError, Refused)):
+    with pytest.raises((CheckpointError, Refused)) if TORCH < (2, 14) else contextlib.nullcontext():
         fit(FastLoop({"rungs": {"amp": {"enabled": True}}}, quiet=True))
