@@ -246,7 +246,7 @@ def _name_cell(filename: str) -> str | None:
     """The cell that was compiled under this name, as IPython's tracebacks call it; None outside a notebook. Not cached:
     a cell that runs again gets another number. IPython before 8 has no such name: its ``filename`` tells the cell."""
     ipython = sys.modules.get("IPython")
-    compiler = None if ipython is None else getattr(ipython.get_ipython(), "compile", None)
+    compiler: Any = None if ipython is None else getattr(ipython.get_ipython(), "compile", None)
     named = compiler.format_code_name(filename) if hasattr(compiler, "format_code_name") else None
     return None if named is None else " ".join(named)
 
