@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_utilities.core import rank_zero
+
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -42,9 +44,21 @@ def find_everywhere(path: str) -> Iterator[tuple[str, Any]]:
     """Yield namespace and object at a path, for every installed namespace that can be imported."""
     for name in list_installed():
         try:
-            yield name, load(name, path)
+            found = _load_keeping_log(name, path)
         except Exception:  # too old for this torch, or half uninstalled: it cannot train
             continue
+        yield name, found
+
+
+def _load_keeping_log(name: str, path: str) -> Any:
+    """Load, and let messages go to the logger of the namespace that was there before: each namespace takes over the
+    messages of both when it is imported, and a user's level or handler for its logger would have no effect."""
+    is_first, log = sys.modules.keys().isdisjoint(NAMES), rank_zero.log
+    try:
+        return load(name, path)
+    finally:
+        if not is_first:
+            rank_zero.log = log
 
 
 def make_callback_class() -> Any:

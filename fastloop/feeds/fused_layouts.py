@@ -1,4 +1,5 @@
-"""Fused optimizer kernels read parameters, gradients and state in the order of memory: all need one layout."""
+"""Fused optimizer kernels read parameters, gradients and state in the order of memory: all need one layout, and all
+need their state."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from fastloop.records.plan import Undo
 
 SPARSE = "a gradient is sparse, which fused kernels do not support"
 GAPS = "a parameter is a view with gaps in memory; make it contiguous"
+DAMPENED = "a parameter got its first gradient later than others, which fused kernels do not support with dampening"
 
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 def fit_layouts(optimizer: Any, note: Callable[[str], object]) -> Undo:
-    """Before each fused update, give gradients and state the layouts of their parameters; a group that cannot be fused
-    is updated by torch's usual code from then on.
+    """Before each fused update, give gradients and state the layouts of their parameters, and momentum to parameters
+    whose gradients come later than those of others, as after unfreezing; a group that cannot be fused is updated by
+    torch's usual code from then on.
 
     This is done where torch collects a group's tensors: a step's closure has computed the gradients by then.
 
@@ -32,7 +35,7 @@ def fit_layouts(optimizer: Any, note: Callable[[str], object]) -> Undo:
         if not group.get("fused"):
             return found
         lists = [each for each in into if isinstance(each, list)]
-        if (why := _explain_no_fusing(*lists[:2])) is None:
+        if (why := _explain_no_fusing(group, *lists)) is None:
             _fit(lists, optimizer.state)
             return found
         note(why)
@@ -63,10 +66,20 @@ def unfuse(group: dict[str, Any], states: Any) -> None:
             state["step"] = state["step"].to("cpu")
 
 
-def _explain_no_fusing(parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> str | None:
+def _explain_no_fusing(
+    group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor], *states: list[Any]
+) -> str | None:
     if any(each.layout is not torch.strided for each in gradients):
         return SPARSE
+    if group.get("dampening") and any(map(_list_late, states)):
+        return DAMPENED
     return None if all(each.is_contiguous() or _is_dense(each) for each in parameters) else GAPS
+
+
+def _list_late(tensors: list[Any]) -> list[int]:
+    """The places of parameters that have no momentum yet, although others have."""
+    places = [at for at, each in enumerate(tensors) if each is None]
+    return places if len(places) < len(tensors) else []
 
 
 def _fit(lists: Sequence[list[Any]], states: Any) -> None:
@@ -79,6 +92,8 @@ def _fit(lists: Sequence[list[Any]], states: Any) -> None:
         found = [() if each is None else each.stride() for each in tensors]
         if found == wanted:
             continue
+        for place in _list_late(tensors):  # without dampening, the first momentum is the gradient: 0 of the old plus it
+            tensors[place] = torch.zeros_like(parameters[place])
         for place in [at for at, (own, other) in enumerate(zip(found, wanted, strict=False)) if own and own != other]:
             parameter, misfit = parameters[place], tensors[place]
             tensors[place] = fitting = _lay_out(misfit, parameter)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 import lightning.pytorch
 import pytest
 import pytorch_lightning
+from lightning_utilities.core import rank_zero
 
 from fastloop import FastLoop
 from fastloop.bridge import namespaces
@@ -59,3 +61,29 @@ def test_a_broken_installation_of_the_other_name_is_passed_over(tmp_path: Path) 
 @pytest.mark.parametrize("name", SPACES)
 def test_the_callback_is_one_of_each_namespace(name: str) -> None:
     assert issubclass(FastLoop, SPACES[name].Callback)
+
+
+def test_messages_go_to_the_logger_of_the_namespace_that_was_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``logging.getLogger("lightning.pytorch").setLevel(ERROR)`` silenced nothing any more."""
+
+    def take_over(name: str, path: str) -> None:
+        rank_zero.log = logging.getLogger(name)
+
+    first, second = SPACES
+    monkeypatch.setattr(rank_zero, "log", logging.getLogger(second))
+    monkeypatch.setattr(namespaces, "load", take_over)
+    list(namespaces.find_everywhere("callbacks.Callback"))
+    assert rank_zero.log.name == second
+    for name in SPACES:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(rank_zero, "log", logging.getLogger("lightning_utilities"))
+    next(namespaces.find_everywhere("callbacks.Callback"))
+    assert rank_zero.log.name == first  # nobody had taken them over
+
+
+def test_fastloop_leaves_messages_where_a_script_has_them(tmp_path: Path) -> None:
+    program = (
+        "import sys, lightning\nassert 'pytorch_lightning' not in sys.modules\nfrom fastloop import FastLoop\n"
+        "from lightning_utilities.core import rank_zero\nprint('LOG', rank_zero.log.name)"
+    )
+    assert "LOG lightning.pytorch.utilities.rank_zero" in python("-c", program, cwd=tmp_path, executed=True)

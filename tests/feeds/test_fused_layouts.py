@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.feeds.fused_layouts import GAPS, SPARSE, fit_layouts, fit_twin
+from fastloop.feeds.fused_layouts import DAMPENED, GAPS, SPARSE, fit_layouts, fit_twin
 
 SGD, ADAM, ADAMW, ADAGRAD = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad
 KINDS = [(SGD, {}), (SGD, {"momentum": 0.9}), (ADAM, {"amsgrad": True}), (ADAMW, {}), (ADAGRAD, {})]
@@ -87,6 +87,40 @@ def test_sparse_gradients_are_left_to_torch(kind: Any, settings: dict[str, Any])
         return gradient.to_sparse(1) if gradient[0, 0] > 0 else gradient
 
     assert compare(kind, torch.ones(4, 6), settings, give=give) == [SPARSE]
+
+
+def thaw(optimizer: Any, early: torch.nn.Parameter, late: torch.nn.Parameter) -> None:
+    """Step four times; one parameter gets gradients from the third step on."""
+    torch.manual_seed(1)
+    for step in range(4):
+        gradients = torch.randn(2, 3, 3)
+        early.grad, late.grad = gradients[0], gradients[1] if step >= 2 else None
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "notes"),
+    [
+        ({}, []),
+        ({"nesterov": True, "weight_decay": 0.1}, []),
+        ({"maximize": True}, []),
+        ({"dampening": 0.5}, [DAMPENED]),
+    ],
+)
+def test_momentum_starts_with_the_first_gradient(settings: dict[str, Any], notes: list[str]) -> None:
+    """torch's fused SGD fails if a parameter gets its first gradient later than others: the layers that a finetuning
+    callback unfreezes."""
+    plain, ours, bare = ([torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2)] for _ in range(3))
+    optimizer = SGD(ours, lr=0.1, momentum=0.9, fused=True, **settings)
+    found: list[str] = []
+    fit_layouts(optimizer, found.append)
+    thaw(optimizer, *ours)
+    thaw(SGD(plain, lr=0.1, momentum=0.9, **settings), *plain)
+    assert found == notes
+    for one, other in zip(plain, ours, strict=True):
+        assert torch.allclose(one, other, atol=1e-6) and not torch.allclose(other, torch.ones(3, 3), atol=1e-2)
+    with pytest.raises(TypeError, match="NoneType"):  # else this is torch's business
+        thaw(SGD(bare, lr=0.1, momentum=0.9, fused=True, **settings), *bare)
 
 
 def test_only_the_group_concerned_is_left_to_torch() -> None:

@@ -422,15 +422,30 @@ def test_checkpoints_go_both_ways(tmp_path: Path, first: Any, then: Any) -> None
     assert models.distance(models.weights(plain), models.weights(other)) > 1e-5
 
 
+class Thaw(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+def test_layers_that_a_callback_unfreezes_are_trained_as_without_us() -> None:
+    """They are in the optimizer from the start, but have no momentum when all others do."""
+    ours, plain = (seeded(Tuned, kind=SGD, momentum=0.9) for _ in range(2))
+    watcher, _ = fit(FUSED, ours, callbacks=(Thaw(),), max_epochs=3)
+    fit(None, plain, callbacks=(Thaw(),), max_epochs=3)
+    assert evidence(watcher, "fused") == {"groups": 1, "fused_groups": 1, "steps": 24}
+    assert models.distance(models.weights(plain), models.weights(ours)) < 1e-5
+    frozen = seeded(Tuned, kind=SGD, momentum=0.9)
+    fit(None, frozen, max_epochs=3)
+    assert models.distance(models.weights(frozen), models.weights(ours)) > 1e-5
+
+
 def test_groups_that_a_callback_adds_are_fused_and_put_back() -> None:
-    class Thaw(BaseFinetuning):
-        def freeze_before_training(self, pl_module: Any) -> None:
-            self.freeze(pl_module.net[0])
-
-        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
     class Frozen(Tuned):
         def configure_optimizers(self) -> Any:
             return ADAMW([p for p in self.parameters() if p.requires_grad], lr=0.05)

@@ -151,8 +151,8 @@ def name_line(stack: Sequence[FrameSummary]) -> str:
 
 
 def name_place(filename: str, line: int | None) -> str:
-    """A line as ``train.py:42``, without machine-specific folders."""
-    return f"{_shorten_path(filename)}:{line}"
+    """A line as ``train.py:42``, without machine-specific folders; a notebook's as ``Cell In[3]:42``."""
+    return f"{_name_cell(filename) or _shorten_path(filename)}:{line}"
 
 
 class UserStack(NamedTuple):
@@ -240,6 +240,15 @@ def _find_folder(filename: str) -> str | None:
     """The folder of sys.path that contains installed packages, under any name (``pip install --target``)."""
     inside = [path for path in map(str, sys.path) if path and filename.startswith(path.rstrip("/") + "/")]
     return next((path for path in inside if holds_packages(Path(path))), None)
+
+
+def _name_cell(filename: str) -> str | None:
+    """The cell that was compiled under this name, as IPython's tracebacks call it; None outside a notebook. Not cached:
+    a cell that runs again gets another number. IPython before 8 has no such name: its ``filename`` tells the cell."""
+    ipython = sys.modules.get("IPython")
+    compiler: Any = None if ipython is None else getattr(ipython.get_ipython(), "compile", None)
+    named = compiler.format_code_name(filename) if hasattr(compiler, "format_code_name") else None
+    return None if named is None else " ".join(named)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ import torch
 
 from fastloop.evidence.samples.sample_code import holds_packages
 from fastloop.evidence.sync import call_site
-from fastloop.evidence.sync.call_site import CallSite, Cause, find_logged_name, find_site
+from fastloop.evidence.sync.call_site import CallSite, Cause, find_logged_name, find_site, name_place
 
 Frame = tuple[str, str, str]
 PACKAGES = "/opt/venv/lib/python3.11/site-packages"
@@ -242,6 +242,21 @@ def test_paths_are_short_and_tell_nothing_of_the_machine(tmp_path: Any, monkeypa
     assert call_site._shorten_path("/home/somebody/deep/down/net.py") == "down/net.py"
     assert call_site._shorten_path(f"{PACKAGES}/timm/models/vit.py") == "timm/models/vit.py"
     call_site._shorten_path.cache_clear()
+
+
+def test_a_notebooks_line_is_named_by_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ipykernel_9160/3283219722.py:8`` is a file that no user ever sees."""
+    cells = {"/tmp/ipykernel_9160/3283219722.py": ("Cell", "In[3]")}
+    newer = SimpleNamespace(compile=SimpleNamespace(format_code_name=cells.get))
+    older = SimpleNamespace(compile=SimpleNamespace())
+    file = "ipykernel_9160/3283219722.py:8"
+    for shell, where in ((newer, "Cell In[3]:8"), (older, file), (None, file)):
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        assert name_place("/tmp/ipykernel_9160/3283219722.py", 8) == where
+        assert name_place("/home/somebody/deep/down/net.py", 8) == "down/net.py:8"  # a module that the notebook imports
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: newer))
+    cells["/tmp/ipykernel_9160/3283219722.py"] = ("Cell", "In[7]")  # run again
+    assert name_place("/tmp/ipykernel_9160/3283219722.py", 8) == "Cell In[7]:8"
 
 
 def test_no_frames_at_all() -> None:
