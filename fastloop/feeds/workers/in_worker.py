@@ -76,6 +76,29 @@ class Unsent:
     """Whether shared memory was full."""
 
 
+class _WholePickler(ForkingPickler):
+    """Refuses tensors that torch would send without an error, but not whole."""
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor) and (lost := _find_lost(item)) is not None:
+            raise TypeError(f"{lost} would get lost on the way")
+        return NotImplemented
+
+
+def _find_lost(tensor: torch.Tensor) -> str | None:
+    """What another process does not get of a tensor; None if it gets all. Subclasses are pickled as a whole.
+
+    Source: torch/multiprocessing/reductions.py, reduce_tensor: the storage, and which numbers of it to read.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.is_quantized:
+        return "a quantized tensor's scale"
+    if tensor.is_conj() or tensor.is_neg():
+        return "the conjugation of a tensor"
+    return next((f"a tensor's attribute {name}" for name in vars(tensor)), None)
+
+
 class Parcel:
     """A batch that is already pickled: unpickling this object returns the batch."""
 
@@ -147,7 +170,7 @@ class Send:
                 return Unsent(describe(error), True)
             raise
         try:
-            return Parcel(bytes(ForkingPickler.dumps(batch)))
+            return Parcel(bytes(_WholePickler.dumps(batch)))
         except Exception as error:
             if _is_full(error):
                 return Unsent(describe(error), True)

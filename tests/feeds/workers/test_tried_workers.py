@@ -6,6 +6,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.popen_fork import Popen
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,53 @@ def _refuse() -> None:
 
 def collate_one_way(samples: Any) -> Any:
     return torch.stack(samples), OneWay()
+
+
+def collate_noted(samples: Any) -> Any:
+    batch = torch.stack(samples)
+    batch.note = "from the collate function"  # type: ignore[attr-defined]
+    return batch
+
+
+def collate_conjugated(samples: Any) -> Any:
+    numbers = torch.stack(samples).float()
+    return torch.complex(numbers, numbers).conj().imag
+
+
+def collate_quantized(samples: Any) -> Any:
+    return torch.quantize_per_tensor(torch.stack(samples).float(), 1.0, 0, torch.quint8)
+
+
+@pytest.mark.parametrize(
+    ("collate", "why"),
+    [
+        (collate_noted, "a tensor's attribute note would get lost on the way"),
+        (collate_conjugated, "the conjugation of a tensor would get lost on the way"),
+        (collate_quantized, "a quantized tensor's scale would get lost on the way"),
+    ],
+)
+def test_a_tensor_that_would_not_arrive_whole_is_made_here(collate: Any, why: str) -> None:
+    def read_first(loader: Any) -> Any:
+        torch.manual_seed(3)
+        batch = next(iter(loader))
+        return batch.dequantize().tolist(), getattr(batch, "note", None)
+
+    loader, steps = tried(collate)
+    assert read_first(loader) == read_first(DataLoader(Numbers(), 4, shuffle=True, collate_fn=collate))
+    ((workers, _, reason),) = steps.down
+    assert workers == 0 and reason.startswith(f"workers cannot send the loader's batches: TypeError: {why}")
+
+
+@pytest.mark.parametrize("collate", [collate_noted, collate_conjugated, collate_quantized])
+def test_without_a_look_such_a_tensor_arrives_changed(collate: Any) -> None:
+    """The control: torch's own way loses these parts, most of them without an error."""
+    whole = collate([Numbers()[index] for index in range(4)])
+    sent = pickle.loads(ForkingPickler.dumps(whole))
+    try:
+        same = torch.equal(sent.dequantize(), whole.dequantize()) and vars(sent) == vars(whole)
+    except RuntimeError:  # of a quantized tensor
+        same = False
+    assert not same
 
 
 @pytest.mark.parametrize("persistent", [False, True])
