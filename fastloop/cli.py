@@ -65,7 +65,7 @@ _limit = click.option(
 _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 _resume = click.option("--resume", metavar="DIR", help="Continue from DIR; finished runs are kept.")
 _script = click.option(
-    "--script", metavar="TRAIN.py", help="Your own Lightning script, unmodified; each run writes its logs."
+    "--script", metavar="TRAIN.py", help="Your own Lightning script, unmodified. Each run writes its own logs."
 )
 _args = click.option("--args", default="", metavar="'…'", help="Arguments of the script.")
 
@@ -82,7 +82,8 @@ def _training_options(command: Callable[..., None]) -> Callable[..., None]:
 def cli() -> None:
     """Find out why a Lightning training loop leaves its GPU idle, apply the fix and prove it.
 
-    CONF is a path (it contains '/' or ends in .yaml) or a shipped name: a recipe, ladder or rung.
+    CONF is a path (it contains '/' or ends in .yaml) or a shipped name: a recipe, a ladder, a rung, or a stack found by
+    climb, such as gpt2_h200.
     """
 
 

@@ -175,6 +175,10 @@ MISTYPED = [
         "put base: [safe, amp] into a YAML file, and pass that file",
     ),
     ("rungs amp --json", "--json", "Option '--json' requires an argument.", "write a value after --json, or drop it"),
+    ("diagnose gpt2 --trace x", "--trace x", "it must be an integer of 1 or more", "write an integer of 1 or more"),
+    ("diagnose gpt2 --trace 0", "--trace 0", "it must be an integer of 1 or more", "write an integer of 1 or more"),
+    ("ab gpt2 --vs amp --band 0", "--band 0.0", "it must be a number of 0.1 or more", "write a number of 0.1 or more"),
+    ("climb gpt2 --allow all", "--allow all", "it must be changes-training", "write changes-training"),
     (
         "ab cifar10 --vs amp --args --lr=1",
         "--args '--lr=1'",

@@ -248,6 +248,15 @@ def _find_command(argv: Sequence[str], option: str) -> str | None:
     return shlex.join([*words[:begins], "--", *words[begins:]])
 
 
+def _describe_values(kind: click.ParamType[Any]) -> str:
+    """Describe the values that an option takes; empty for a type that no option has yet."""
+    if isinstance(kind, click.Choice):
+        return " or ".join(map(str, kind.choices))
+    if isinstance(kind, (click.IntRange, click.FloatRange)):
+        return f"{'an integer' if isinstance(kind, click.IntRange) else 'a number'} of {kind.min:g} or more"
+    return ""
+
+
 def to_config_error(error: click.ClickException) -> ConfigError:
     """Convert click's usage error to our own: got, why, do."""
     context = getattr(error, "ctx", None)
@@ -272,4 +281,10 @@ def to_config_error(error: click.ClickException) -> ConfigError:
         command, why = f"{command} … {extra[1]}", f"{command} takes no further argument"
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         why = f"{error.param.make_metavar(context) if context else error.param.name} is missing"
+    elif isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
+        value, refused, _ = error.message.partition(" is not ")
+        wanted = _describe_values(error.param.type)
+        if refused and wanted:
+            command = " ".join([error.param.opts[-1], value.strip("'")])
+            why, do = f"it must be {wanted}", f"write {wanted}"
     return ConfigError(got=command, why=why, do=do)

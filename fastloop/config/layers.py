@@ -173,7 +173,7 @@ def _add_bases(layer: Layer, cwd: Path, chain: tuple[Layer, ...]) -> list[Layer]
     for text, origin in _list_bases(layer.marked):
         names = [each.marked.file for each in chain]
         got = f"base: {text} ({origin})"
-        path = locate(text, folder, got=got, chain=f" (base by base: {' -> '.join([*names, text])})")
+        path = locate(text, folder, got=got, chain=f" (bases: {' -> '.join([*names, text])})")
         base = _read(path, cwd, layer.depth + 1)
         if path in [each.path for each in chain]:
             raise ConfigError(

@@ -78,7 +78,7 @@ NAME_OR_PATH = ("a base is a shipped name or a path", "write a name, a path, or 
         (
             {"a": "base: b.yaml", "b": "x: 1\nbase:\n  - gone.yaml"},
             "base: gone.yaml (b.yaml:3)",
-            "there is no such file (base by base: a.yaml -> b.yaml -> gone.yaml)",
+            "there is no such file (bases: a.yaml -> b.yaml -> gone.yaml)",
             "check the path; it starts at {folder}",
         ),
         ({"a": "base: {x: 1}"}, "base: {'x': 1} (a.yaml:1)", *NAME_OR_PATH),
@@ -98,7 +98,7 @@ def test_an_unknown_base_shows_the_chain(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_file_layers("a.yaml", tmp_path)
     assert caught.value.got == "base: nowhere (b.yaml:1)"
-    assert "(base by base: a.yaml -> b.yaml -> nowhere)" in caught.value.why
+    assert "(bases: a.yaml -> b.yaml -> nowhere)" in caught.value.why
 
 
 def test_a_patch_has_no_base(tmp_path: Path) -> None:

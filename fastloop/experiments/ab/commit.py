@@ -118,9 +118,11 @@ class _WorkingTree:
         except FileNotFoundError:
             raise ConfigError(got="--vs-commit", why="git is not installed", do="install git") from None
         except subprocess.CalledProcessError as error:
+            said = _read_last_line(error)
+            more = "" if said.startswith("not a git repository") else f": {said}"
             raise ConfigError(
                 got="--vs-commit",
-                why=f"{folder} is not in a git repository: {_read_last_line(error)}",
+                why=f"{folder} is not in a git repository{more}",
                 do="commit the script to a repository first",
             ) from None
 

@@ -204,7 +204,7 @@ def _remove_script(jobs: Path) -> None:
         ("--help", lambda _: None, "has no such commit"),
         ("HEAD", lambda _: None, "equals this commit"),
         ("HEAD", _remove_script, "has no such file"),
-        ("HEAD", lambda jobs: (jobs.parent / ".git").rename(jobs.parents[1] / "x"), "is not in a git repository"),
+        ("HEAD", lambda jobs: (jobs.parent / ".git").rename(jobs.parents[1] / "x"), "is not in a git repository\n"),
     ],
     ids=["unknown", "option", "equal", "later", "none"],
 )
