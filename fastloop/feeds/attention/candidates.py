@@ -88,11 +88,15 @@ def _follow(function: types.FunctionType, kind: type, depth: int, seen: set[type
     for code in walk_code(function.__code__):
         names = {*code.co_names, *code.co_freevars}
         yield from names
-        steps = ((step.opname, step.argrepr) for step in dis.get_instructions(code))
-        if any(name == "BINARY_OP" and symbol.startswith("@") for name, symbol in steps):
+        if any(map(_is_matmul, dis.get_instructions(code))):
             yield "__matmul__"
         for name in names if depth else ():
             called = vars(kind).get(name) or getattr(kind, name, None) or function.__globals__.get(name)
             called = getattr(called, "__func__", called)
             if isinstance(called, types.FunctionType) and not (called.__module__ or "").startswith("torch."):
                 yield from _follow(called, kind, depth - 1, seen)
+
+
+def _is_matmul(step: dis.Instruction) -> bool:
+    in_3_10 = step.opname in ("BINARY_MATRIX_MULTIPLY", "INPLACE_MATRIX_MULTIPLY")
+    return in_3_10 or (step.opname == "BINARY_OP" and step.argrepr.startswith("@"))

@@ -206,7 +206,8 @@ def test_odd_and_broken_pictures_are_as_with_the_plain_loader(tmp_path: Path, ba
     if fault is not None:
         said, *notes = str(same_fault), *getattr(same_fault, "__notes__", [])
         assert type(same_fault) is type(fault) and said.split("0x")[0] == str(fault).split("0x")[0]  # an address
-        assert "samples [2, 3]; a worker raised" in notes[0] and "DataLoader worker process" in notes[0]
+        if sys.version_info >= (3, 11):
+            assert "samples [2, 3]; a worker raised" in notes[0] and "DataLoader worker process" in notes[0]
 
 
 def test_without_the_trial_torch_waits_for_ever() -> None:
