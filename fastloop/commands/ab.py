@@ -97,11 +97,17 @@ def ab(asked: AbRequest, progress: Progress) -> Answer:
         refuse_alone("ab", asked.resume)
     refuse(os.environ, script=asked.script is not None)
     if asked.vs_commit is not None:
-        if asked.script is None or asked.base is not None or asked.vs:
+        if asked.script is None:
             raise ConfigError(
-                got=f"--vs-commit {asked.vs_commit}",
-                why="it compares a script's working tree with that commit and takes no other base or arm",
-                do="write --script train.py and leave out --vs; key=value and --config apply to both sides",
+                got=f"--vs-commit {asked.vs_commit} without --script",
+                why="it compares a script in the working tree with the same script in that commit",
+                do="add --script train.py",
+            )
+        if asked.base is not None or asked.vs:
+            raise ConfigError(
+                got=f"--vs-commit {asked.vs_commit} with another base or --vs",
+                why="the commit is what the working tree is compared with",
+                do="leave those out; key=value and --config apply to both sides",
             )
         both = _make_base(asked)
         assert isinstance(both, ScriptArm)

@@ -26,7 +26,7 @@ Gpus = Sequence[machine.GpuReading]
 
 TESTED: dict[str, tuple[str, str | None]] = {
     "python": ("3.10", None),
-    "torch": ("2.6", "2.14"),
+    "torch": ("2.9", "2.14"),
     "lightning": ("2.5", "2.6"),
     "pytorch-lightning": ("2.5", "2.6"),
     "omegaconf": ("2.3", None),

@@ -59,6 +59,8 @@ def refused(request: AbRequest, *, out: str | None = None, **how: Any) -> Config
         (asked("cifar10"), "it is a recipe, but --vs takes a patch, rung or ladder"),
         (asked("amp+layout"), "separate several patches with commas"),
         (asked("amp", base="train.py"), "it is a script, but the base must be a configuration"),
+        (asked(vs_commit="main"), "a script in the working tree"),
+        (asked("amp", base=None, script="train.py", vs_commit="main"), "the commit is what the working tree"),
         (asked("amp", steps=21), "the first 21 steps of a run are not timed (watch.warmup_steps: 20)"),
     ],
     ids=[
@@ -77,6 +79,8 @@ def refused(request: AbRequest, *, out: str | None = None, **how: Any) -> Config
         "a recipe",
         "a sum",
         "a script",
+        "a commit without one",
+        "a commit and more",
         "no window",
     ],
 )

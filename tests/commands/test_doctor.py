@@ -110,7 +110,7 @@ def test_a_healthy_machine_has_no_trouble(diagnose: Diagnose) -> None:
     ("package", "inside", "outside"),
     [
         ("python", ("3.10.0", "3.11.7"), ("3.9.1",)),
-        ("torch", ("2.6.0", "2.11.0+cu130"), ("2.5.1", "2.15.0.dev20260101", "unknown")),
+        ("torch", ("2.9.0", "2.11.0+cu130"), ("2.8.0", "2.15.0.dev20260101", "unknown")),
         ("lightning", ("2.5.0", "2.6.1", "2.6.4", "2.6.99"), ("2.4.0", "2.7.0")),
         ("pytorch-lightning", ("2.5.0", "2.6.6"), ("2.4.0", "2.7.0")),
         ("omegaconf", ("2.3.0", "2.4.0"), ("2.2.3",)),

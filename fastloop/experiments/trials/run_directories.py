@@ -13,6 +13,7 @@ from fastloop.errors import ConfigError
 from fastloop.records.store import format_utc, is_file, make_safe_name, read
 
 ROOT = Path("fastloop-runs")
+RESUMABLE = "write the directory that the earlier call printed, or drop --resume"
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,29 @@ def claim_or_resume(name: str, out: str | None, *, force: bool, resume: str | No
         raise ConfigError(
             got=f"--out {out} with --resume {resume}", why="a resumed run keeps its directory", do="drop --out"
         )
+    _require_directory(resume)
     if read(Path(resume) / holds) is None:
         raise ConfigError(
             got=f"--resume {resume}",
             why=f"it contains no readable {holds}, so there is nothing to resume",
-            do="write the directory that the earlier call printed, or drop --resume",
+            do=RESUMABLE,
         )
     return ClaimedDirectory(Path(resume), lock=_lock(Path(resume)))
 
 
 def refuse_alone(command: str, resume: str) -> None:
     """Raise ConfigError for a ``--resume`` without the rest of the command that began it."""
+    _require_directory(resume)
     raise ConfigError(
         got=f"fastloop {command} --resume {resume}",
         why="the directory has its results, not the command that began it",
         do=f"repeat that command, with --resume {resume}",
     )
+
+
+def _require_directory(resume: str) -> None:
+    if not Path(resume).is_dir():
+        raise ConfigError(got=f"--resume {resume}", why="there is no such directory", do=RESUMABLE)
 
 
 def describe_partial(path: Path) -> str:

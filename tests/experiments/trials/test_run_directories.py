@@ -68,6 +68,18 @@ def test_one_that_another_command_uses_is_refused_although_it_is_still_empty(for
         assert below(here) == ["a"] and path.is_dir(), "free again"
 
 
+def test_one_that_is_missing_cannot_be_resumed(here: Path) -> None:
+    for resume in (
+        lambda: run_directories.refuse_alone("ab", "a"),
+        lambda: run_directories.claim_or_resume("x", None, force=False, resume="a", holds="x.json"),
+    ):
+        with pytest.raises(ConfigError, match="there is no such directory"):
+            resume()
+    Path("a").mkdir()
+    with pytest.raises(ConfigError, match="not the command that began it"):
+        run_directories.refuse_alone("ab", "a")
+
+
 def test_one_that_is_resumed_is_locked_too(here: Path) -> None:
     (here / "a").mkdir()
     (here / "a" / "x.json").write_text("{}")
