@@ -45,6 +45,8 @@ arrive undecomposed only from tensor subclasses (jagged ones, for instance)."""
 
 _KEEPS_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
 """Whether compiled code can run on under a dispatch mode."""
+_RUNS_HIGHER_ORDER = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+"""Whether flex_attention can run under a dispatch mode; it raises in torch 2.8 and older."""
 _REFORMED = ("prod", "cumprod", "masked_fill", "masked_fill_")
 """Operators whose backward torch computes by another formula, with other rounding, under any dispatch mode. Found by
 comparing all of torch's operators; the last two only if the value is a tensor."""
@@ -244,7 +246,9 @@ def may_count(module: torch.nn.Module) -> str | None:
             return f"{where} is compiled: fused operators cannot be counted, and counting may turn torch.compile off"
         if str(getattr(vars(part).get("forward"), "__module__", "")).startswith("torch.cuda.graphs"):
             return f"{where} replays a CUDA graph, whose operators are not visible"
-    if not getattr(module, "automatic_optimization", True) and _mentions_products(module):
+    if not _RUNS_HIGHER_ORDER and _mentions(module, r"flex_attention\s*\("):
+        return "this version of torch cannot run flex_attention while operators are counted"
+    if not getattr(module, "automatic_optimization", True) and _mentions(module, r"prod\s*\("):
         return "training_step runs its own backwards, and one through prod or cumprod would round differently"
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None) or {}
@@ -263,14 +267,14 @@ def _find_misaligned_row(*values: Any) -> int | None:
     return next((row for row in rows if row > 1 and row % 8), None)  # 1: a single column
 
 
-def _mentions_products(module: torch.nn.Module) -> bool:
-    """Whether code of the user's modules multiplies all elements."""
+def _mentions(module: torch.nn.Module, pattern: str) -> bool:
+    """Whether the pattern occurs in the code of the user's modules."""
     kinds = {
         type(part) for part in module.modules() if not type(part).__module__.startswith(("torch.", "torchmetrics."))
     }
     for kind in kinds:
         with contextlib.suppress(OSError, TypeError):  # it has no source
-            if re.search(r"prod\s*\(", inspect.getsource(kind)):
+            if re.search(pattern, inspect.getsource(kind)):
                 return True
     return False
 

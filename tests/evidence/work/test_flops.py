@@ -295,6 +295,22 @@ def test_custom_operators_are_named_and_at_most_five() -> None:
     assert work.at_least and work.uncounted == tuple(f"fastloop_flops_test.op{index}" for index in range(5))
 
 
+class Flexible(nn.Module):
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        out: torch.Tensor = flex_attention(q, q, q)
+        return out
+
+
+def test_flex_attention_is_not_run_where_counting_would_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.8 and older."""
+    monkeypatch.setattr("fastloop.evidence.work.flops._RUNS_HIGHER_ORDER", False)
+    assert may_count(nn.Linear(2, 2)) is None
+    assert "flex_attention" in str(may_count(nn.Sequential(Flexible())))
+
+
+@pytest.mark.skipif(TORCH < (2, 9), reason="this torch cannot")
 def test_flex_attention_runs_and_is_named() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
