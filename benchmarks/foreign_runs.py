@@ -123,6 +123,7 @@ def run_one(
                 start_new_session=True,
             )
         code = wait(process, limit_s)
+    ended = time.perf_counter()
     return {
         **case._asdict(),
         "size": options.size,
@@ -131,8 +132,8 @@ def run_one(
         "exit_code": code,
         "over_limit": code is None,
         "forked": options.forked,
-        "process_s": round(time.perf_counter() - began, 2),
-        **read_stamps(stamps, began, time.perf_counter()),
+        "process_s": round(ended - began, 2),
+        **read_stamps(stamps, began, ended),
         **read_records(out),
         **read_output(printed, failed=code != 0),
     }

@@ -51,8 +51,8 @@ def find_everywhere(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _load_keeping_log(name: str, path: str) -> Any:
-    """Load, and let messages go to the logger of the namespace that was there before: each namespace takes over the
-    messages of both when it is imported, and a user's level or handler for its logger would have no effect."""
+    """Load, and keep sending Lightning's messages to the logger they went to before. Importing a namespace redirects
+    the messages of both to its own logger, which ignores the level and handlers that a user has set on the other."""
     is_first, log = sys.modules.keys().isdisjoint(NAMES), rank_zero.log
     try:
         return load(name, path)

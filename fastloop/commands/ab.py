@@ -106,7 +106,7 @@ def ab(asked: AbRequest, progress: Progress) -> Answer:
         if asked.base is not None or asked.vs:
             raise ConfigError(
                 got=f"--vs-commit {asked.vs_commit} with another base or --vs",
-                why="the commit is what the working tree is compared with",
+                why="--vs-commit already says what to compare with",
                 do="leave those out; key=value and --config apply to both sides",
             )
         both = _make_base(asked)

@@ -92,7 +92,7 @@ def _fit(lists: Sequence[list[Any]], states: Any) -> None:
         found = [() if each is None else each.stride() for each in tensors]
         if found == wanted:
             continue
-        for place in _list_late(tensors):  # without dampening, the first momentum is the gradient: 0 of the old plus it
+        for place in _list_late(tensors):  # the same: torch starts momentum with the gradient itself
             tensors[place] = torch.zeros_like(parameters[place])
         for place in [at for at, (own, other) in enumerate(zip(found, wanted, strict=False)) if own and own != other]:
             parameter, misfit = parameters[place], tensors[place]
