@@ -73,8 +73,8 @@ class Arms:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.tokens = torch.randint(0, 256, (samples, shape.context + 1), device=DEVICE)
         self.replace, self.pad = ReplaceAttention(self.model), PadVocabulary()
-        self.loss = LargeCrossEntropy(compiles=self.compiles, pads=False)
-        self.rows = LargeCrossEntropy(compiles=self.compiles, pads=True)
+        self.loss = LargeCrossEntropy(pads=False)
+        self.rows = LargeCrossEntropy(pads=True)
         by_hand, replaced = self._compile([]), self._compile([self.replace])
         plain, padded = self._tail([]), self._tail([self.pad])
         self.arms: dict[str, tuple[Any, Context]] = {

@@ -1,4 +1,4 @@
-"""How long cross-entropy over a large vocabulary takes, as Inductor compiles it by several settings.
+"""How long cross-entropy over a large vocabulary takes: as Inductor compiles it by several settings, and in kernels.
 
     python -m benchmarks.loss_kernels [--rounds 5] [--budget 120] [--size tiny]
 
@@ -23,6 +23,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tuned": {"coordinate_descent_tuning": True},
     "two passes, tuned": {"online_softmax": False, "coordinate_descent_tuning": True},
 }
+KERNELS = "kernels"
+"""Those that the `loss` rung puts into compiled graphs."""
 TIMES = 10
 
 
@@ -43,10 +45,14 @@ def compile_loss(name: str) -> Callable[[Any, Any], Any]:
     import torch
     from torch.nn import functional as F
 
+    from fastloop.feeds.loss import graph_kernels
+
     def loss(logits: Any, target: Any) -> Any:
+        if name == KERNELS:
+            return graph_kernels.reduce_rows(logits, target, -100)[0].mean()
         return F.cross_entropy(logits.float(), target)
 
-    return torch.compile(loss, options=OPTIONS[name], dynamic=False)
+    return torch.compile(loss, options=OPTIONS.get(name), dynamic=False)
 
 
 def time_loss(name: str, size: str, _left_s: float) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def time_loss(name: str, size: str, _left_s: float) -> dict[str, Any]:
 
 def main() -> None:
     options = make_parser(__doc__, rounds=5).parse_args()
-    cases = [Case(name, partial(time_loss, name, options.size), 20) for name in OPTIONS]
+    cases = [Case(name, partial(time_loss, name, options.size), 20) for name in (*OPTIONS, KERNELS)]
     run_cases("loss_kernels", cases, options, rate="both_ms")
 
 

@@ -1,10 +1,11 @@
-"""Compute cross-entropy over a large vocabulary in two kernels, or with padding inside a compiled graph.
+"""Compute cross-entropy over a large vocabulary in two kernels, also inside compiled graphs, where rows are padded.
 
-Faster because  16-bit logits are read and written once each, without float32 copies; inside a compiled graph, rows that
-                are aligned in memory make the output layer's matrix products faster.
-Costs           seconds to compile both kernels once; rounding.
+Faster because  logits are read and their gradient is written once each, without float32 copies; inside a compiled
+                graph, rows that are aligned in memory make the output layer's matrix products faster.
+Costs           a second or two to compile both kernels once; inside a compiled graph, memory for the gradient beside
+                the logits; rounding.
 Don't use when  there are few classes, or the loss has class weights or label smoothing (such calls run unchanged).
-Evidence        large-vocabulary calls that used the kernels, and the first one's deviation; losses padded in graphs
+Evidence        large-vocabulary calls that used the kernels, and the first one's deviation; losses in compiled graphs
 Source          https://arxiv.org/abs/2410.10989 (Liger Kernel does the same with hand-written kernels)
 """
 
@@ -70,29 +71,34 @@ class Loss:
         if not facts.classes:
             raise NotApplicable("no layer has 8,192 outputs or more")
         if facts.device == "cuda" and facts.compiler is None:
-            raise NotApplicable("Inductor needs a C++ compiler, and none was found: install gcc or g++")
+            raise NotApplicable("Triton needs a C compiler, and none was found: install gcc or g++")
         by_ladder = "loss" in facts.by_ladder  # then compiling the kernels, which takes seconds, might not pay back
-        action = Action(keys=("model.loss",), when="model", do=self._pad_only if by_ladder else self._replace)
+        action = Action(keys=("model.loss",), when="model", do=self._change_graphs if by_ladder else self._replace)
         return Change(parity="approximate", evaluation=True, actions=(action,))
 
-    def _pad_only(self, site: Site) -> Applied:
-        return self._replace(site, kernels=False)
+    def _change_graphs(self, site: Site) -> Applied:
+        return self._replace(site, outside=False)
 
-    def _replace(self, site: Site, *, kernels: bool = True) -> Applied:
+    def _replace(self, site: Site, *, outside: bool = True) -> Applied:
         from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
+        from fastloop.feeds.loss.graph_kernels import UseKernels
         from fastloop.feeds.loss.padding import PadVocabulary
 
-        loss = LargeCrossEntropy(compiles=site.device.type == "cuda", pads=self.pad_vocabulary is True)
-        pad, passes, undo = PadVocabulary(), site.graph_passes, contextlib.ExitStack()
-        if kernels:
+        loss = LargeCrossEntropy(pads=self.pad_vocabulary is True)
+        pad, use, passes, undo = PadVocabulary(), UseKernels(), site.graph_passes, contextlib.ExitStack()
+        if outside:
             undo.enter_context(loss.put_in())
-        if self.pad_vocabulary:
-            passes.append(pad)
-            undo.callback(lambda: passes.remove(pad) if pad in passes else None)
+        ours: list[Any] = [pad, use] if self.pad_vocabulary else [use]
+        passes += ours
+
+        def remove_passes() -> None:
+            passes[:] = [each for each in passes if each not in ours]
+
+        undo.callback(remove_passes)
 
         def probe() -> Mapping[str, Any]:
             names = ("calls", "classes", "row", "deviation", "failure", "passed")
-            return {**{name: getattr(loss, name) for name in names}, "padded": pad.padded}
+            return {**{name: getattr(loss, name) for name in names}, "padded": pad.padded, "in_graphs": use.used}
 
         return Applied(undo=undo.close, probe=probe)
 
@@ -103,11 +109,13 @@ class Loss:
             return Verdict(took=None, why="no step ran")
         if evidence["failure"]:
             return Verdict(took=False, why=f"PyTorch's own cross_entropy runs: {evidence['failure']}")
-        if not evidence["calls"] and not evidence["padded"]:
-            outside = "none was called through torch.nn.functional outside compiled modules"
-            why_not = evidence["passed"] or f"{outside}, and none inside them could be padded"
+        padded, inside = evidence["padded"], evidence["in_graphs"]
+        if not evidence["calls"] and not padded and not inside:
+            none = "none was called through torch.nn.functional outside compiled modules, and none inside them fits"
+            why_not = evidence["passed"] or none
             return Verdict(took=False, why=f"no cross_entropy over a large vocabulary ran: {why_not}")
-        why = [f"{evidence['padded']} losses padded in compiled graphs"] if evidence["padded"] else []
+        why = [f"{padded} losses padded in compiled graphs"] if padded else []
+        why += [f"{inside} losses in compiled graphs read and write the logits once each"] if inside else []
         if calls := evidence["calls"]:
             classes, row = evidence["classes"], evidence["row"]
             apart = f", their gradient in rows of {row:,}" if row > classes else ""

@@ -52,7 +52,7 @@ def test_the_loss_needs_no_float32_copies() -> None:
     torch.manual_seed(0)
     logits = torch.randn(rows, classes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, classes, (rows,), device="cuda")
-    large, seen = LargeCrossEntropy(compiles=True, pads=True), []
+    large, seen = LargeCrossEntropy(pads=True), []
     with torch.autocast("cuda", torch.bfloat16):
         for put in (None, large.put_in, large.put_in):
             torch.cuda.reset_peak_memory_stats()

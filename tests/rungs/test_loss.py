@@ -47,7 +47,7 @@ class Words(models.Regression):
         ({}, {}, None),
         ({"pad_vocabulary": False}, {"device": "cuda", "compiler": "g++"}, None),
         ({}, {"classes": 0}, "no layer has 8,192 outputs or more"),
-        ({}, {"device": "cuda"}, "Inductor needs a C++ compiler, and none was found: install gcc or g++"),
+        ({}, {"device": "cuda"}, "Triton needs a C compiler, and none was found: install gcc or g++"),
         ({"chunks": 4}, {}, "chunks: your module computes the logits before it calls the loss"),
     ],
 )
@@ -99,14 +99,14 @@ def test_says_why_it_does_not_take(settings: dict[str, Any], why: str) -> None:
 
 
 def test_a_shipped_ladder_compiles_no_kernels() -> None:
-    """Their seconds need not pay back in the run; losses in compiled graphs are padded all the same."""
+    """Their seconds need not pay back in the run; losses in compiled graphs are changed all the same."""
     ours, plain = seeded(Words), seeded(Words)
     watcher = loop(LOSS)
     object.__setattr__(watcher.config, "by_ladder", frozenset({"loss"}))
     models.trainer(callbacks=[watcher]).fit(ours, models.loader())
     fit(None, plain)
     assert evidence(watcher, "loss")["calls"] == 0 and verdict(watcher, "loss").took is False
-    assert "none inside them could be padded" in verdict(watcher, "loss").why
+    assert "none inside them fits" in verdict(watcher, "loss").why
     assert same(models.weights(ours), models.weights(plain))
 
 

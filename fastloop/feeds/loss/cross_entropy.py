@@ -23,7 +23,7 @@ FEWEST_CLASSES = 8192
 ROW_MULTIPLE = 64
 """In elements: matrix products are slow if the row length in memory is not a multiple of 16 bytes."""
 MOST_ELEMENTS = 2**28
-"""Most logits in one kernel call; without Inductor this bounds the temporary memory."""
+"""Most logits at once: without the kernels this bounds the temporary memory."""
 NONE, MEAN = 0, 1
 """Reductions, numbered as in torch."""
 CHECKED_ROWS = 64
@@ -48,7 +48,6 @@ class LargeCrossEntropy:
     PyTorch's version runs from then on.
 
     Args:
-        compiles: compile with Inductor; else plain PyTorch, which reads the logits more often.
         pads: pad the gradient's rows to a multiple of 64 elements in memory. Its shape does not change.
 
     Attributes:
@@ -57,15 +56,11 @@ class LargeCrossEntropy:
         unchanged: backwards that found the logits as the loss had read them, of the first `WATCHED`.
     """
 
-    def __init__(self, *, compiles: bool, pads: bool) -> None:
+    def __init__(self, *, pads: bool) -> None:
         self.pads = pads
         self.calls = self.classes = self.row = self.unchanged = 0
         self.deviation: float | None = None
         self.failure = self.passed = ""
-        self._reduce: Callable[..., tuple[Tensor, Tensor]] = reduce_rows
-        self._spread: Callable[..., None] = write_gradient
-        if compiles:
-            self._reduce, self._spread = torch.compile(reduce_rows), torch.compile(write_gradient)
 
     @contextlib.contextmanager
     def put_in(self) -> Iterator[None]:
@@ -125,7 +120,8 @@ class LargeCrossEntropy:
 
     def run_forward(self, usual: Any, logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         """Return losses [rows] and log-sum-exp [rows], in float32 or wider."""
-        made = [self._reduce(*piece, ignore_index) for piece in _cut(logits, target)]
+        reduce, _ = find_kernels(logits)
+        made = [reduce(*piece, ignore_index) for piece in _cut(logits, target)]
         losses, sums = (torch.cat(parts) for parts in zip(*made, strict=True))
         if self.deviation is None:
             few = _find_first(target, ignore_index)
@@ -146,7 +142,7 @@ class LargeCrossEntropy:
                 write(*piece, ignore_index)
 
         try:
-            spread(write_gradient if self.failure else self._spread)
+            spread(write_gradient if self.failure else find_kernels(logits)[1])
         except Exception as error:
             self._fail(error)
             spread(write_gradient)
@@ -173,12 +169,9 @@ class LargeCrossEntropy:
 
 
 def _cut(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut the tensors along rows; the first is [rows, classes]. Some kernels count elements in 32 bits."""
+    """Cut the tensors along rows; the first is [rows, classes]."""
     rows = max(1, MOST_ELEMENTS // tensors[0].shape[1])
-    for piece in zip(*(torch.split(each, rows) for each in tensors), strict=True):
-        for each in piece:
-            torch._dynamo.maybe_mark_dynamic(each, 0)
-        yield piece
+    yield from zip(*(torch.split(each, rows) for each in tensors), strict=True)
 
 
 def _find_first(target: Tensor, ignore_index: int) -> Tensor:
@@ -213,6 +206,15 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             gradient = owner.run_backward(ctx.usual, logits, target, sums, scale.contiguous(), ctx.ignore_index)
         return gradient, None, None, None, None
+
+
+def find_kernels(logits: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
+    """Return `reduce_rows` and `write_gradient`: Triton's kernels on a CUDA device, else those below."""
+    if not logits.is_cuda or logits.dtype is torch.float64:
+        return reduce_rows, write_gradient
+    from fastloop.feeds.loss import kernels
+
+    return kernels.reduce_rows, kernels.write_gradient
 
 
 def reduce_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class PadVocabulary:
         self.padded = 0
 
     def __call__(self, graph: GraphModule) -> GraphModule:
-        for loss in [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "cross_entropy"]:
+        for loss in list_losses(graph.graph):
             if (path := _find_path(loss)) is not None:
                 _pad(graph.graph, loss, path)
                 self.padded += 1
@@ -40,14 +40,24 @@ class PadVocabulary:
         return graph
 
 
-def _find_path(loss: Node) -> list[Node] | None:
-    """Return the nodes from the output layer to the loss's input; None if the classes cannot be padded on the way."""
+def list_losses(graph: Graph) -> list[Node]:
+    """List the calls of cross_entropy."""
+    return [node for node in graph.nodes if getattr(node.target, "__name__", "") == "cross_entropy"]
+
+
+def read_settings(loss: Node) -> dict[str, Any]:
+    """Return the arguments of a loss by name; none if it has class weights, smoothing or probabilities as targets."""
     settings: dict[str, Any] = dict(zip(ARGUMENTS, loss.args, strict=False)) | dict(loss.kwargs)
     target = settings.get("target")
     plain = settings.get("weight") is None and not settings.get("label_smoothing")
-    if not plain or not isinstance(target, Node) or target.meta["example_value"].is_floating_point():
-        return None
-    node, path = settings["input"], list[Node]()
+    known = plain and isinstance(target, Node) and not target.meta["example_value"].is_floating_point()
+    return settings if known else {}
+
+
+def _find_path(loss: Node) -> list[Node] | None:
+    """Return the nodes from the output layer to the loss's input; None if the classes cannot be padded on the way."""
+    settings = read_settings(loss)
+    node, path = settings.get("input"), list[Node]()
     while isinstance(node, Node) and len(node.users) == 1:
         path.insert(0, node)
         if node.target is F.linear:

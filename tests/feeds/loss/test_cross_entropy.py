@@ -40,7 +40,7 @@ def both(large: LargeCrossEntropy, *given: Any, **settings: Any) -> list[tuple[t
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_values_and_gradients_are_pytorchs(reduction: str, dtype: torch.dtype) -> None:
-    large, close = LargeCrossEntropy(compiles=False, pads=True), losses.CLOSE[dtype]
+    large, close = LargeCrossEntropy(pads=True), losses.CLOSE[dtype]
     (expected, gradient), (value, ours) = both(large, *logits_and_targets(dtype), reduction=reduction)
     assert large.calls == 1 and large.failure == "" and large.deviation is not None and large.deviation < close
     assert value.dtype == expected.dtype and value.shape == expected.shape
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_pytorchs(reduction: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_classes_in_the_second_place_of_three(reduction: str) -> None:
-    large, (logits, target) = LargeCrossEntropy(compiles=False, pads=True), logits_and_targets()
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
     turned = logits.detach().view(4, 5, CLASSES).requires_grad_()
     (expected, gradient), (value, ours) = both(large, turned.transpose(1, 2), target.view(4, 5), reduction=reduction)
     assert large.calls == 1 and value.shape == expected.shape
@@ -64,7 +64,7 @@ def test_rows_of_the_gradient_lie_apart_and_shapes_stay(pads: bool, row: int) ->
     hidden = torch.randn(2, 10, 4, dtype=torch.float64)
     strides: list[Any] = []
     gradients = []
-    for large in (None, LargeCrossEntropy(compiles=False, pads=pads)):
+    for large in (None, LargeCrossEntropy(pads=pads)):
         torch.manual_seed(0)
         layer = torch.nn.Linear(4, CLASSES, dtype=torch.float64)
         logits = layer(hidden)
@@ -83,7 +83,7 @@ def test_rows_of_the_gradient_lie_apart_and_shapes_stay(pads: bool, row: int) ->
     [{"label_smoothing": 0.1}, {"weight": torch.ones(CLASSES, dtype=torch.float64)}, {"classes": 100}, {"soft": True}],
 )
 def test_other_calls_pass_through(settings: dict[str, Any]) -> None:
-    large, (logits, target) = LargeCrossEntropy(compiles=False, pads=True), logits_and_targets()
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
     if few := settings.pop("classes", None):
         logits, target = logits[:, :few].detach().requires_grad_(), target.clamp(max=few - 1)
     if settings.pop("soft", False):
@@ -94,7 +94,7 @@ def test_other_calls_pass_through(settings: dict[str, Any]) -> None:
 
 
 def test_gradients_can_be_differentiated_and_nothing_is_kept_without_them() -> None:
-    large, (logits, target) = LargeCrossEntropy(compiles=False, pads=True), logits_and_targets()
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
     seconds = []
     for is_on in (False, True):
         with large.put_in() if is_on else contextlib.nullcontext():
@@ -109,7 +109,7 @@ def test_gradients_can_be_differentiated_and_nothing_is_kept_without_them() -> N
 
 def test_logits_may_change_in_place_after_the_loss() -> None:
     """PyTorch's own keeps none of them, so it allows that, and runs from the next call on."""
-    large, gradients = LargeCrossEntropy(compiles=False, pads=True), []
+    large, gradients = LargeCrossEntropy(pads=True), []
     for is_on in (False, True, True):
         leaf, target = logits_and_targets()
         with large.put_in() if is_on else contextlib.nullcontext():
@@ -124,7 +124,7 @@ def test_logits_may_change_in_place_after_the_loss() -> None:
 
 
 def test_copies_of_logits_are_kept_for_a_few_calls_only() -> None:
-    large = LargeCrossEntropy(compiles=False, pads=True)
+    large = LargeCrossEntropy(pads=True)
     with large.put_in():
         for _ in range(5):
             logits, target = logits_and_targets()
@@ -147,8 +147,9 @@ def test_a_kernel_that_fails_or_deviates_is_not_used(where: str, how: str, monke
         found = really(*args)
         return (1.1 * found[0], found[1]) if where == "reduce_rows" else args[4].mul_(1.1)
 
-    large = LargeCrossEntropy(compiles=False, pads=True)
-    monkeypatch.setattr(large, {"reduce_rows": "_reduce", "write_gradient": "_spread"}[where], broken)
+    large = LargeCrossEntropy(pads=True)
+    kernels = {"reduce_rows": losses.reduce_rows, "write_gradient": losses.write_gradient} | {where: broken}
+    monkeypatch.setattr(losses, "find_kernels", lambda _logits: tuple(kernels.values()))
     (expected, gradient), (value, ours) = both(large, *logits_and_targets())
     assert asked == [where]
     torch.testing.assert_close(value, expected)
@@ -159,7 +160,7 @@ def test_a_kernel_that_fails_or_deviates_is_not_used(where: str, how: str, monke
 
 
 def test_pytorchs_own_comes_back() -> None:
-    large = LargeCrossEntropy(compiles=False, pads=True)
+    large = LargeCrossEntropy(pads=True)
     with pytest.raises(KeyError), large.put_in():
         assert torch._C._nn.cross_entropy_loss is not USUAL
         raise KeyError
@@ -167,7 +168,7 @@ def test_pytorchs_own_comes_back() -> None:
 
 
 def test_pytorchs_own_comes_back_in_any_order() -> None:
-    first, second = (LargeCrossEntropy(compiles=False, pads=True).put_in() for _ in range(2))
+    first, second = (LargeCrossEntropy(pads=True).put_in() for _ in range(2))
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
     assert torch._C._nn.cross_entropy_loss is not USUAL
@@ -177,7 +178,7 @@ def test_pytorchs_own_comes_back_in_any_order() -> None:
 
 def test_a_reference_to_it_is_pickled_copied_and_takes_part() -> None:
     taken, (logits, target) = F.cross_entropy, logits_and_targets()  # as by from ... import, before a fit
-    large = LargeCrossEntropy(compiles=False, pads=True)
+    large = LargeCrossEntropy(pads=True)
     with large.put_in():
         assert pickle.loads(pickle.dumps(F.cross_entropy)) is copy.deepcopy(F.cross_entropy) is F.cross_entropy
         assert taken(logits, target).isfinite() and torch.nn.CrossEntropyLoss()(logits, target).isfinite()
@@ -192,7 +193,7 @@ def test_dynamo_captures_the_usual_call() -> None:
         graphs.append(str(graph.code))
         return graph.forward
 
-    large, (logits, target) = LargeCrossEntropy(compiles=False, pads=True), logits_and_targets()
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
     compiled = torch.compile(lambda: F.cross_entropy(2 * logits, target), backend=keep, fullgraph=True)
     with large.put_in():
         value = compiled()

@@ -1,0 +1,161 @@
+"""Kernels put into captured graphs: equal loss and gradients, only where an output layer's logits go to the loss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fastloop.feeds.compiled.graph_passes import COMPILES, Frozen, choose_backend
+from fastloop.feeds.loss import cross_entropy, graph_kernels
+from fastloop.feeds.loss.graph_kernels import UseKernels
+
+CLASSES = 8200
+
+
+class Model(nn.Module):
+    """Tokens [B, T] and answers [B, T] to the loss."""
+
+    settings: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        return F.cross_entropy(self.out(self.embed(tokens)).flatten(0, 1), answers.flatten(), **self.settings)
+
+
+class Sum(Model):
+    settings = {"ignore_index": 5, "reduction": "sum"}
+
+
+class Each(Model):
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = (self.embed(tokens) @ self.out.weight.T).view(-1, CLASSES)
+        return F.cross_entropy(logits, answers.reshape(-1), reduction="none").square().mean()
+
+
+class Cast(Model):
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens)).float()
+        return nn.CrossEntropyLoss()(logits.view(-1, CLASSES), answers.view(-1))
+
+
+class Shown(Model):
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens))
+        return F.cross_entropy(logits.view(-1, CLASSES), answers.view(-1)) + 0 * logits.mean()
+
+
+class Scaled(Model):
+    """Inductor merges the division with its own kernels."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        return F.cross_entropy((self.out(self.embed(tokens)) / 2).flatten(0, 1), answers.flatten())
+
+
+class Sliced(Model):
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens))[:, :-1].reshape(-1, CLASSES)
+        return F.cross_entropy(logits, answers[:, 1:].reshape(-1))
+
+
+class Smoothed(Model):
+    settings = {"label_smoothing": 0.1}
+
+
+class Turned(Model):
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        return F.cross_entropy(self.out(self.embed(tokens)).transpose(1, 2), answers)
+
+
+def run(call: Any, module: nn.Module) -> list[torch.Tensor]:
+    tokens = torch.arange(12).view(3, 4) % 7
+    loss = call(tokens, tokens.flip(1).where(tokens != 3, -100 if module.settings == {} else 5))
+    return [loss.detach(), *torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)]
+
+
+def put_in(module: nn.Module, *, compiles: bool = True) -> tuple[Any, UseKernels]:
+    torch._dynamo.reset()
+    use = UseKernels()
+
+    def run_changed(graph: Any, _inputs: Any) -> Any:
+        graph.meta[COMPILES] = compiles
+        return use(graph).forward
+
+    return torch.compile(module.forward, backend=run_changed), use
+
+
+@pytest.fixture(autouse=True)
+def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_kernels, "DEVICES", ("cpu",))
+
+
+@pytest.mark.parametrize("kind", [Model, Sum, Each, Shown, Cast])
+def test_loss_and_gradients_stay(kind: type[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    plain = kind() if kind is Cast else kind().double()
+    ours = copy.deepcopy(plain)
+    call, use = put_in(ours)
+    expected, (rtol, atol) = run(plain, plain), (1e-4, 1e-7) if kind is Cast else (1e-10, 1e-15)
+    torch.testing.assert_close(run(call, ours), expected, rtol=rtol, atol=atol)
+    assert use.used == 1
+
+    really = cross_entropy.write_gradient
+    monkeypatch.setattr(cross_entropy, "write_gradient", lambda *given: (really(*given), given[4].mul_(1.01)))
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(run(call, ours), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Sliced, Smoothed, Turned])
+def test_others_stay_as_they_are(kind: type[Model]) -> None:
+    torch.manual_seed(0)
+    plain = kind().double()
+    ours = copy.deepcopy(plain)
+    call, use = put_in(ours)
+    torch.testing.assert_close(run(call, ours), run(plain, plain))
+    assert use.used == 0
+
+
+def test_graphs_that_run_as_they_are_stay() -> None:
+    """Without Inductor, PyTorch's loss runs, or its replacement."""
+    module = Model()
+    call, use = put_in(module, compiles=False)
+    run(call, module)
+    assert use.used == 0
+
+
+def test_logits_are_read_in_the_type_in_which_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, really = list[torch.dtype](), cross_entropy.reduce_rows
+
+    def reduce(*given: Any) -> Any:
+        seen.append(given[0].dtype)
+        return really(*given)
+
+    monkeypatch.setattr(cross_entropy, "reduce_rows", reduce)
+    module = Cast()
+    call, use = put_in(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, *_ = run(call, module)
+        expected, *_ = run(module, module)
+    assert use.used == 1 and seen == [torch.bfloat16] and found.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_inductor_compiles_and_caches_such_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    module, use = Model(), UseKernels()
+    expected = run(module, module)
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(module.forward, **choose_backend("default", (use,), Frozen(frozenset())))
+        torch.testing.assert_close(run(compiled, module), expected)
+    assert use.used == 2 and counters["aot_autograd"]["autograd_cache_hit"] == 1
