@@ -30,7 +30,7 @@ from fastloop.experiments.ab.script_arms import ScriptArm, make_command, runs_un
 from fastloop.experiments.climb.attempt import BaseFailed
 from fastloop.experiments.climb.budget import ClimbBudget, Spent, describe_time
 from fastloop.experiments.climb.candidates import LADDER as AS_LADDER
-from fastloop.experiments.climb.candidates import Start
+from fastloop.experiments.climb.candidates import Start, choose_ladder
 from fastloop.experiments.climb.interface import Runner
 from fastloop.experiments.climb.loop import Climb
 from fastloop.experiments.climb.runner import ProcessRunner
@@ -263,15 +263,24 @@ def _run(recorder: Recorder, climb: Climb, say: Progress) -> Answer:
     if recorder.partial or not complete:
         if left := [name for name in climb.put_off if name not in climb.ladders]:
             recorder.stopped += f"; no time was left to run and prove {', '.join(left)}"
-        if not climb.stack and (proofs_s := climb.proofs_s):
-            fastest = max(proofs_s, key=lambda name: climb.ladders[name] or 0.0)
-            recorder.stopped += f"; proving {fastest} takes {describe_time(proofs_s[fastest])}"
+        recorder.stopped += describe_unproven(climb)
         recorder.stopped += f"; continue with --resume {recorder.place}"
     else:
         parity_gates.sweep(recorder.place)
     content = recorder.write()
     text = "\n".join(climb_report.write_lines(content))
     return Answer(text=text, json=store.to_json(content), exit_code=_choose_exit_code(content))
+
+
+def describe_unproven(climb: Climb) -> str:
+    """Describe the ladder whose first run was faster than what is kept, and that had no time for its proof."""
+    fastest = choose_ladder(climb.known) if climb.costs is not None else None
+    if fastest is None:
+        return ""
+    name, now = fastest.key.removeprefix(AS_LADDER), climb.compute_top_rates().get("now")
+    rate, proof_s = climb.ladders[name], climb.proofs_s.get(name)
+    ahead = f"{name} was {rate / now:.1f} times as fast in one run; " if climb.stack and rate and now else ""
+    return f"; {ahead}proving {name} takes {describe_time(proof_s)}" if proof_s else f"; {ahead}it is not proven"
 
 
 def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Failed:

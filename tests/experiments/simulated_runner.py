@@ -350,9 +350,11 @@ def make_climb(
     warmup: int = 20,
     ladders: Mapping[str, Stack] | None = None,
     ends_at: int | None = None,
+    rates: Mapping[str, float | None] | None = None,
 ) -> Climb:
     """A climb on a made-up machine."""
     start = Start(
         enabled=frozenset(enabled), devices=devices, allow=frozenset(allow), cpus=12, ladders=dict(ladders or {})
     )
-    return Climb(runner, start, warmup=warmup, before=ClimbFile(rungs=tuple(rows), ends_at=ends_at))
+    before = ClimbFile(rungs=tuple(rows), ends_at=ends_at, ladders_samples_per_s=dict(rates or {}))
+    return Climb(runner, start, warmup=warmup, before=before)

@@ -114,7 +114,8 @@ class Position:
     rows: Sequence[Attempt] = ()
     """The attempts so far."""
     ladder_rates: Mapping[str, float] = field(default_factory=dict)
-    """Samples per second of the start with a shipped ladder on top, from one run of each."""
+    """Samples per second of the start with a shipped ladder on top, from one run of each; only those that would be
+    faster than now."""
 
     @property
     def height(self) -> int:
@@ -127,7 +128,7 @@ class Position:
 def choose(known: Position) -> Candidate | str:
     """Choose what to try next: first the fastest shipped ladder, then the next open rung of the family with the largest
     ceiling. Returns the reason if nothing is left."""
-    if (ladder := _choose_ladder(known)) is not None:
+    if (ladder := choose_ladder(known)) is not None:
         return ladder
     ceilings = {name: ms for name, ms in compute_ceilings_ms(known.costs).items() if known.pct(ms) >= WORTH_PCT}
     state, start = make_climb_state(known), known.start
@@ -201,18 +202,19 @@ def make_ladder(name: str, stack: Stack) -> Candidate:
     )
 
 
-def _choose_ladder(known: Position) -> Candidate | None:
-    """Choose the fastest open ladder, or the shortest of several equally fast ones; None once something is kept, since
-    all other ladders are slower. Rungs that broke the training also break it together with others."""
-    if known.height:
-        return None
-    ladders = list_bundles(known) | list_ladders(known.start)
+def choose_ladder(known: Position) -> Candidate | None:
+    """Choose the fastest open ladder, or the shortest of several equally fast ones. Once something is kept, only those
+    that were not tried; their rates are above the top's. Rungs that broke the training also break it together with
+    others."""
+    ladders, tried = list_bundles(known) | list_ladders(known.start), {row.name for row in known.rows}
     made = {name: make_ladder(name, stack) for name, stack in ladders.items()}
     rates = {
         name: rate
         for name, rate in known.ladder_rates.items()
         if name in made and _is_open(made[name], known) and not _is_broken(made[name], known)
     }
+    if known.height:
+        rates = {name: rate for name, rate in rates.items() if made[name].key not in tried}
     near = [made[name] for name, rate in rates.items() if rate * NEAR >= max(rates.values())]
     return min(near, key=lambda each: len(each.patches[0]["rungs"]), default=None)
 

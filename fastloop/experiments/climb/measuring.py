@@ -93,6 +93,8 @@ class Measured:
         assert self.costs is not None
         least_gain = 1 + WORTH_PCT / 100 if self.hurries else 1 / APART  # below it no second look is worth its time
         least = least_gain * ((self.naive and self.naive.samples_per_s) or 0.0)
+        if self.stack:  # one for whose proof there was no time may still be far ahead
+            least = max(least, APART * (self.compute_top_rates().get("now") or math.inf))
         rates = {name: rate for name, rate in self.ladders.items() if rate is not None and rate >= least}
         return Position(start=self.start, costs=self.costs, stack=self.stack, rows=self.rows, ladder_rates=rates)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
-from fastloop.commands.climb import list_shipped
+from fastloop.commands.climb import describe_unproven, list_shipped
 from fastloop.experiments.ab.arms import Ask
 from fastloop.experiments.climb import candidates, loop, measuring
 from fastloop.experiments.climb.attempt import APART, LEFT_TO_PROOF, UNSCREENED, BaseFailed, _Screen
@@ -531,6 +532,31 @@ def test_a_ladder_that_can_be_proved_in_time_comes_before_a_faster_one_that_cann
     assert proof is not None and kept[0] == "ladder-full", "with time for both it is the fastest"
     monkeypatch.setattr(Climb, "_leave_out_unprovable", lambda _, rates: rates)
     assert climb(320) == (None, []), "the control"
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_faster_ladder_that_had_no_time_for_its_proof_comes_first_in_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A ResNet's climb kept `safe` at 1,956 images/s, where `full` had trained 5,401, and went on with single rungs."""
+    done: dict[str, Result] = {}
+    machine = dataclasses.replace(COMPUTED, factors={"amp": 0.5, "compile": 0.5})
+    first = make_climb(SimulatedRunner(machine, done=done).with_budget(320), ladders=list_shipped())
+    monkeypatch.setattr(first, "_defer_slow_compiles", lambda ladders: ladders)
+    with contextlib.suppress(Spent):
+        first.climb()
+    assert [row.key for row in first.rows if row.kept] == ["ladder-bf16"] and first.ladders["full"]
+
+    def go_on(rates: Any) -> list[str]:
+        runner = SimulatedRunner(machine, done=dict(done)).with_budget(3600)
+        then = make_climb(runner, rows=first.rows, ladders=list_shipped(), rates=rates)
+        then.climb()
+        return [row.key for row in then.rows if row.kept]
+
+    left = r"; full was 2\.\d times as fast in one run; proving full takes about \d min"
+    assert re.fullmatch(left, describe_unproven(first))
+    assert go_on(first.ladders)[1] == "ladder-full"
+    assert "ladder-full" not in go_on({**first.ladders, "full": first.ladders["bf16"]}), "the control is as fast"
 
 
 # -- what it does not keep --------------------------------------------------------------------------------------------
