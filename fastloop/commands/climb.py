@@ -277,10 +277,12 @@ def describe_unproven(climb: Climb) -> str:
     fastest = choose_ladder(climb.known) if climb.costs is not None else None
     if fastest is None:
         return ""
-    name, now = fastest.key.removeprefix(AS_LADDER), climb.compute_top_rates().get("now")
-    rate, proof_s = climb.ladders[name], climb.proofs_s.get(name)
-    ahead = f"{name} was {rate / now:.1f} times as fast in one run; " if climb.stack and rate and now else ""
-    return f"; {ahead}proving {name} takes {describe_time(proof_s)}" if proof_s else f"; {ahead}it is not proven"
+    name, now, parts = fastest.key.removeprefix(AS_LADDER), climb.compute_top_rates().get("now"), list[str]()
+    if climb.stack and now and (rate := climb.ladders[name]):
+        parts.append(f"{name} was {rate / now:.1f} times as fast in one run")
+    if proof_s := climb.proofs_s.get(name):
+        parts.append(f"proving {name} takes {describe_time(proof_s)}")
+    return "".join(f"; {part}" for part in parts)
 
 
 def _end_without_base(recorder: Recorder, climb: Climb, base: BaseFailed) -> Failed:
