@@ -63,13 +63,15 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
 def explain_same_arm(base: Sample, arm: Sample) -> str | None:
     """Why the two arms are effectively the same although their rungs differ; None if something does differ.
 
-    A rung that the arm switches off counts if it took effect in the base. Returns None unless both have a finished run.
+    A rung that the arm switches off counts if it took effect in the base. Returns None unless both have a finished run,
+    or the arm's plan tells.
     """
-    if not base.samples_per_s or not arm.samples_per_s:
+    if not arm.refused and not (base.samples_per_s and arm.samples_per_s):
         return None
     if not arm.changed_rungs or arm.changes_more or set(arm.changed_rungs) & _took(base, arm):
         return None
-    return "no changed rung took effect: " + _list_reasons(base, arm, arm.changed_rungs)
+    why = _list_reasons(base, arm, arm.changed_rungs)
+    return f"not trained: the plan leaves out {why}" if arm.refused else f"no changed rung took effect: {why}"
 
 
 def is_final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> bool:
@@ -150,6 +152,8 @@ def _list_obstacles(
     bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, by_queues: str | None, parity: Outcome
 ) -> list[str]:
     """Reasons why there can be no verdict, most serious first."""
+    if idle and not arms.rates:  # its plan tells
+        return [idle]
     found = []
     if parity.passed is False:
         gates = [f"{gate.name} failed: {gate.why}" for gate in parity.gates if gate.passed is False]

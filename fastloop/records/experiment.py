@@ -28,6 +28,8 @@ class Sample:
     """Rungs whose settings differ from the base's."""
     changes_more: bool = False
     """Whether the arm differs from the base in more than rungs."""
+    refused: bool = False
+    """Whether its plan leaves out all rungs that it changes; then it does not run."""
     queue_error_pct: float = 0.0
     """Percent by which a rate may be too high, at most, where windows are too short for their queues."""
 

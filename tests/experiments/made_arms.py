@@ -44,6 +44,8 @@ class MadeArm:
     calls: list[tuple[str, Ask]] = field(default_factory=list)
 
     plans_alone: bool = True
+    skips: Mapping[str, str] = field(default_factory=dict)
+    """Rungs that its plan leaves out, with the reasons."""
 
     def config(self) -> Config:
         return load("cifar10", overrides=self.overrides)
@@ -54,8 +56,9 @@ class MadeArm:
         number = int(folder.name.removeprefix("run-")) if folder.name.startswith("run-") else -1
         number = -2 if ask.variation == "plan" else number
         ok = self.fails_at is None or number != self.fails_at or ask.variation == "gradients"
+        skipped = [{"rung": rung, "status": "skipped", "reason": why} for rung, why in self.skips.items()]
         answers = {
-            "plan": {"answer.json": {"rungs": [], "parity_class": self.parity_class}},
+            "plan": {"answer.json": {"rungs": skipped, "parity_class": self.parity_class}},
             "gradients": self._answers(ask),
         }
         contents = answers.get(ask.variation) or self._files(number)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -76,6 +76,8 @@ class Side:
     places: dict[int, int] = field(default_factory=dict)
     planned: Parity | None = None
     """The parity class of a plan made without training, used until the arm has run; None if there is no such plan."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Where the plan leaves out all that the arm changes: these rungs, with the reasons."""
     failed: Trial | None = None
     gradient: Gate | None = None
 
@@ -99,9 +101,10 @@ class Side:
             samples_per_s=tuple(trial.samples_per_s or 0 for trial in kept.values()),
             places=tuple(self.places[number] for number in kept),
             active_rungs=active,
-            inactive_rungs=inactive,
+            inactive_rungs=inactive or self.refused,
             changed_rungs=self.changed_rungs,
             changes_more=bool(self.changed_keys),
+            refused=bool(self.refused),
             queue_error_pct=max(map(_read_queue_error_pct, kept.values()), default=0.0),
         )
 
@@ -149,6 +152,8 @@ class Experiment:
             KeyboardInterrupt, SystemExit: a signal stopped it.
         """
         self._plan()
+        if all(side.refused for side in self.sides[1:]):
+            return
         self._prepare()
         if self.base.out:
             return
@@ -171,14 +176,21 @@ class Experiment:
                     return
 
     def _plan(self) -> None:
-        """Plan the arms first: one that cannot be planned ends the experiment before any training."""
+        """Plan the arms first: one that cannot be planned ends the experiment before any training. So does a plan that
+        leaves out all that its arm changes, if those of the other arms do, too."""
+        on_already = self.base.arm.config().ladder.enabled()
         for side in self.sides[1:]:
             if not (side.changed_rungs or side.changed_keys) or not side.arm.plans_alone:
                 continue
             trial = self._run_trial(side, side.folder / "plan", Ask(variation="plan"))
             if not trial.ok:
                 raise Unplanned(trial)
-            side.planned = trial.answer.parity_class if isinstance(trial.answer, PlanFile) else None
+            if isinstance(plan := trial.answer, PlanFile):
+                side.planned = plan.parity_class
+                out = {row.rung: row.reason or "" for row in plan.rungs if row.status == "skipped"}
+                new = [rung for rung in side.changed_rungs if rung in out and rung not in on_already]
+                if len(new) == len(side.changed_rungs) and not side.changed_keys:
+                    side.refused = {rung: out[rung] for rung in new}
 
     def _prepare(self) -> None:
         """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must
@@ -187,6 +199,8 @@ class Experiment:
         self._pilot_steps = warmup + PILOT_STEPS if steps is None else self.settings.first_steps or steps
         needs_base = not self._is_warm or any(side.changed_keys for side in self.sides)
         for side in self.sides:
+            if side.refused:
+                continue
             if steps is None or side.changed_keys or (side is self.base and needs_base):
                 trial = self._run_trial(side, side.folder / "warm-up", Ask(steps=self._pilot_steps, warmup=warmup))
                 self.pilots[side.name] = trial
@@ -301,7 +315,7 @@ class Experiment:
 
     def _is_hopeless(self, side: Side) -> bool:
         """Whether more runs of an arm are useless: parity has failed, or none of its changes took effect."""
-        if side is self.base or not side.runs:
+        if side is self.base or not (side.runs or side.refused):
             return False
         return self.outcome(side).passed is False or bool(explain_same_arm(self.base.sample(), side.sample()))
 

@@ -140,6 +140,8 @@ def _describe_pay_back(base: ArmResult, arm: ArmResult) -> str:
 def _describe_rates(result: ExperimentResult, best: Pair | None) -> list[str]:
     """Describe the medians of both arms and the interval of the ratio."""
     shown = [*result.arms[:1], *([best[1]] if best else [])]
+    if not any(arm.runs or arm.failed for arm in result.arms):
+        return []
     rates = [f"{cut(arm.name, NAME_LETTERS)} {format_short(compute_median_rate(arm))}" for arm in shown]
     rates[:1] = [f"{text} samples/s" for text in rates[:1]]
     if not rates or best is None:

@@ -180,6 +180,27 @@ def test_a_rung_that_did_not_take_gets_no_credit(tmp_path: Path) -> None:
     assert found.runs == 1, "more runs of the same training would tell nothing"
 
 
+@pytest.mark.parametrize("steps", [None, 40])
+def test_what_the_plan_leaves_out_is_not_trained(tmp_path: Path, steps: int | None) -> None:
+    base, amp = BASE.but(), AMP.but(skips={"amp": "needs CUDA"})
+    done = carried_out(tmp_path / "alone", base, amp, steps=steps)
+    (found,) = done.comparisons()
+    assert [name for name, _ in amp.calls] == ["plan"] and base.calls == []
+    assert found.why == "not trained: the plan leaves out amp (needs CUDA)" and results.exit_code(done) == 4
+    assert "RATE" not in "\n".join(ab_report.write_lines(results.summarize(done, "net", partial=False)))
+
+    layout = MadeArm(name="layout", overrides=("rungs.layout.enabled=true",), verdicts={"layout": True})
+    beside = carried_out(tmp_path / "beside", base := BASE.but(), amp := amp.but(), layout, steps=steps)
+    assert [name for name, _ in amp.calls] == ["plan"] and {"run-0", "run-4"} <= {*runs(base)} & {*runs(layout)}
+    assert next(one.why for one in beside.comparisons()) == found.why
+
+    more = AMP.but(skips=amp.skips, overrides=("rungs.amp.enabled=true", "trainer.benchmark=true"))
+    on = BASE.but(overrides=("rungs.amp.enabled=true",))
+    for base, arm in ((BASE.but(), more), (on, AMP.but(skips=amp.skips, overrides=("rungs.amp.mode=tf32",)))):
+        carried_out(tmp_path / f"control {arm.overrides[-1]}", base, arm, steps=steps)
+        assert runs(base) and runs(arm), "the controls change more, or what the base has"
+
+
 @pytest.mark.parametrize("change", ["rungs.amp.enabled=true", "trainer.benchmark=true", "recipe.data=elsewhere"])
 def test_an_arm_that_cannot_be_planned_is_the_end_before_anything_is_trained(change: str, tmp_path: Path) -> None:
     base, amp = BASE.but(), AMP.but(fails_at=-2, overrides=(change,))
