@@ -74,6 +74,32 @@ class Turned(Model):
         return F.cross_entropy(self.out(self.embed(tokens)).transpose(1, 2), answers)
 
 
+class Barred(Model):
+    """Changes a copy of the logits in place, before the loss."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens)).float().flatten(0, 1)
+        logits[:, 3] = -5.0
+        return F.cross_entropy(logits, answers.flatten())
+
+
+class Reused(Model):
+    """Changes the logits in place, after a copy for the loss."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens))
+        copied = logits.float().flatten(0, 1)
+        logits.mul_(3)
+        return F.cross_entropy(copied, answers.flatten())
+
+
+class ChangedLater(Model):
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens)).flatten(0, 1)
+        loss = F.cross_entropy(logits, answers.flatten())
+        return loss + logits.mul_(2).mean()
+
+
 def run(call: Any, module: nn.Module) -> list[torch.Tensor]:
     tokens = torch.arange(12).view(3, 4) % 7
     loss = call(tokens, tokens.flip(1).where(tokens != 3, -100 if module.settings == {} else 5))
@@ -116,6 +142,17 @@ def test_loss_and_gradients_stay(kind: type[Model], monkeypatch: pytest.MonkeyPa
 def test_others_stay_as_they_are(kind: type[Model]) -> None:
     torch.manual_seed(0)
     plain = kind().double()
+    ours = copy.deepcopy(plain)
+    call, use = put_in(ours)
+    torch.testing.assert_close(run(call, ours), run(plain, plain))
+    assert use.used == 0
+
+
+@pytest.mark.parametrize("kind", [Barred, Reused, ChangedLater])
+def test_logits_that_are_changed_in_place_stay(kind: type[Model]) -> None:
+    """The kernels would read them as they are at the loss, and once more in the backward."""
+    torch.manual_seed(0)
+    plain = kind().bfloat16()
     ours = copy.deepcopy(plain)
     call, use = put_in(ours)
     torch.testing.assert_close(run(call, ours), run(plain, plain))
