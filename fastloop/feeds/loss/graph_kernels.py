@@ -90,13 +90,13 @@ def _replace(graph: Graph, loss: Node) -> bool:
     settings = read_settings(loss)
     logits = settings.get("input")
     older = settings.get("size_average"), settings.get("reduce")
-    if not isinstance(logits, Node) or older != (None, None):
+    ignore_index, reduction = settings.get("ignore_index", -100), settings.get("reduction", "mean")
+    if not isinstance(logits, Node) or older != (None, None) or isinstance(ignore_index, Node):
         return False
     seen: Tensor = logits.meta["example_value"]
     classes = seen.shape[-1]
     if seen.device.type not in DEVICES or seen.dim() != 2 or not isinstance(classes, int) or classes < FEWEST_CLASSES:
         return False
-    ignore_index, reduction = settings.get("ignore_index", -100), settings.get("reduction", "mean")
     dtype = loss.meta["example_value"].dtype
 
     def compute(logits: Tensor, target: Tensor) -> Tensor:

@@ -159,6 +159,20 @@ def test_logits_that_are_changed_in_place_stay(kind: type[Model]) -> None:
     assert use.used == 0
 
 
+def test_an_index_to_ignore_that_varies_stays_an_input() -> None:
+    torch.manual_seed(0)
+
+    class Ignoring(Model):
+        def forward(self, tokens: torch.Tensor, answers: torch.Tensor, ignored: int = -100) -> Any:
+            return F.cross_entropy(self.out(self.embed(tokens)).flatten(0, 1), answers.flatten(), ignore_index=ignored)
+
+    module, tokens = Ignoring().double(), torch.arange(12).view(3, 4)
+    call, use = put_in(module)
+    for ignored in (1, 2, 3, 4):
+        torch.testing.assert_close(call(tokens, tokens, ignored), module(tokens, tokens, ignored))
+    assert use.used == 1
+
+
 def test_graphs_that_run_as_they_are_stay() -> None:
     """Without Inductor, PyTorch's loss runs, or its replacement."""
     module = Model()
