@@ -41,8 +41,8 @@ class PadVocabulary:
 
 
 def list_losses(graph: Graph) -> list[Node]:
-    """List the calls of cross_entropy."""
-    return [node for node in graph.nodes if getattr(node.target, "__name__", "") == "cross_entropy"]
+    """List the calls of PyTorch's cross_entropy."""
+    return [node for node in graph.nodes if node.target is F.cross_entropy]
 
 
 def read_settings(loss: Node) -> dict[str, Any]:

@@ -74,6 +74,21 @@ class Turned(Model):
         return F.cross_entropy(self.out(self.embed(tokens)).transpose(1, 2), answers)
 
 
+@torch.compiler.allow_in_graph
+def cross_entropy_of_half(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits / 2, target)
+
+
+cross_entropy_of_half.__name__ = "cross_entropy"
+
+
+class Owned(Model):
+    """Another function has the name of PyTorch's."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        return cross_entropy_of_half(self.out(self.embed(tokens)).flatten(0, 1), answers.flatten())
+
+
 class Barred(Model):
     """Changes a copy of the logits in place, before the loss."""
 
@@ -138,7 +153,7 @@ def test_loss_and_gradients_stay(kind: type[Model], monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(run(call, ours), expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Sliced, Smoothed, Turned])
+@pytest.mark.parametrize("kind", [Scaled, Sliced, Smoothed, Turned, Owned])
 def test_others_stay_as_they_are(kind: type[Model]) -> None:
     torch.manual_seed(0)
     plain = kind().double()
