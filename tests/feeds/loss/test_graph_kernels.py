@@ -89,6 +89,17 @@ class Owned(Model):
         return cross_entropy_of_half(self.out(self.embed(tokens)).flatten(0, 1), answers.flatten())
 
 
+class OfEach(Model):
+    """The mean square of each sample's gradient."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        def compute(bias: torch.Tensor, tokens: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(F.linear(self.embed(tokens), self.out.weight, bias), answers)
+
+        gradients = torch.func.vmap(torch.func.grad(compute), (None, 0, 0))(self.out.bias, tokens, answers)
+        return gradients.square().mean()
+
+
 class Barred(Model):
     """Changes a copy of the logits in place, before the loss."""
 
@@ -153,7 +164,7 @@ def test_loss_and_gradients_stay(kind: type[Model], monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(run(call, ours), expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Sliced, Smoothed, Turned, Owned])
+@pytest.mark.parametrize("kind", [Scaled, Sliced, Smoothed, Turned, Owned, OfEach])
 def test_others_stay_as_they_are(kind: type[Model]) -> None:
     torch.manual_seed(0)
     plain = kind().double()
