@@ -93,6 +93,14 @@ def test_other_calls_pass_through(settings: dict[str, Any]) -> None:
     assert bool(large.passed) == (few is None)
 
 
+def test_targets_of_another_size_are_pytorchs_error() -> None:
+    """The kernels do not look at how many there are."""
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
+    with large.put_in(), pytest.raises(ValueError, match="to match target batch_size"):
+        F.cross_entropy(logits, target[1:])
+    assert large.failure == ""
+
+
 def test_gradients_can_be_differentiated_and_nothing_is_kept_without_them() -> None:
     large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
     seconds = []
