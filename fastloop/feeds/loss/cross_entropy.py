@@ -103,7 +103,7 @@ class LargeCrossEntropy:
             self.passed = "it has class weights, label smoothing, probabilities as targets, or logits out of order"
             return None
         try:
-            given = rows.flatten(0, -2), target.flatten()
+            given = rows.flatten(0, -2), target.flatten().contiguous()
             losses: Tensor = _CrossEntropy.apply(*given, ignore_index, self, usual)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._fail(error)

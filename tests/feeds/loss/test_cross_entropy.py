@@ -101,6 +101,21 @@ def test_targets_of_another_size_are_pytorchs_error() -> None:
     assert large.failure == ""
 
 
+def test_kernels_get_targets_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    really, steps = losses.reduce_rows, []
+
+    def reduce(*given: Any) -> Any:
+        steps.append(given[1].stride(0))
+        return really(*given)
+
+    monkeypatch.setattr(losses, "reduce_rows", reduce)
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
+    with large.put_in():
+        F.cross_entropy(logits, torch.stack([target, target], 1)[:, 0])
+        F.cross_entropy(logits, target[0].expand(20))
+    assert steps == [1, 1]
+
+
 def test_gradients_can_be_differentiated_and_nothing_is_kept_without_them() -> None:
     large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
     seconds = []
