@@ -93,6 +93,13 @@ def test_other_calls_pass_through(settings: dict[str, Any]) -> None:
     assert bool(large.passed) == (few is None)
 
 
+def test_bytes_as_targets_pass_through() -> None:
+    """PyTorch's ``target != -100`` ignores 156 among them, its loss does not."""
+    large, (logits, _) = LargeCrossEntropy(pads=True), logits_and_targets()
+    (expected, _), (value, _) = both(large, logits, torch.arange(150, 170).to(torch.uint8))
+    assert large.calls == 0 and large.passed and large.failure == "" and torch.equal(value, expected)
+
+
 def test_targets_of_another_size_are_pytorchs_error() -> None:
     """The kernels do not look at how many there are."""
     large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
