@@ -98,12 +98,12 @@ class LargeCrossEntropy:
             return None
         rows = logits.movedim(1, -1)  # back to [samples, tokens, classes], if the user transposed that
         plain = weight is None and label_smoothing == 0.0
-        plain &= rows.is_contiguous() and target.dim() == rows.dim() - 1 and not target.is_floating_point()
+        plain &= rows.is_contiguous() and target.shape == rows.shape[:-1] and target.dtype is torch.int64
         if not plain or logits.dtype not in CLOSE:
-            self.passed = "it has class weights, label smoothing, probabilities as targets, or logits out of order"
+            self.passed = "it has class weights, label smoothing, targets that are not int64, or logits out of order"
             return None
         try:
-            given = rows.flatten(0, -2), target.flatten()
+            given = rows.flatten(0, -2), target.flatten().contiguous()
             losses: Tensor = _CrossEntropy.apply(*given, ignore_index, self, usual)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._fail(error)

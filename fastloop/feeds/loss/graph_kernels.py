@@ -90,13 +90,13 @@ def _replace(graph: Graph, loss: Node) -> bool:
     settings = read_settings(loss)
     logits = settings.get("input")
     older = settings.get("size_average"), settings.get("reduce")
-    if not isinstance(logits, Node) or older != (None, None):
+    ignore_index, reduction = settings.get("ignore_index", -100), settings.get("reduction", "mean")
+    if not isinstance(logits, Node) or older != (None, None) or isinstance(ignore_index, Node):
         return False
     seen: Tensor = logits.meta["example_value"]
     classes = seen.shape[-1]
     if seen.device.type not in DEVICES or seen.dim() != 2 or not isinstance(classes, int) or classes < FEWEST_CLASSES:
         return False
-    ignore_index, reduction = settings.get("ignore_index", -100), settings.get("reduction", "mean")
     dtype = loss.meta["example_value"].dtype
 
     def compute(logits: Tensor, target: Tensor) -> Tensor:
@@ -125,14 +125,17 @@ def _replace(graph: Graph, loss: Node) -> bool:
 
 def _find_logits(graph: Graph, given: Node) -> Node | None:
     """Return the loss's logits in the type that the output layer made; None if more than casts and views lies between,
-    which Inductor merges with its own kernels and could not merge with these."""
-    node, views = given, list[Node]()
-    while node.op == "call_method" and node.target in (*VIEWS, *CASTS):
-        views += [] if node.target in CASTS else [node]
-        node = node.args[0]  # type: ignore[assignment]
-    made, cast = node.meta["example_value"].dtype, given.meta["example_value"].dtype
+    which Inductor merges with its own kernels and could not merge with these, or if code changes them in place."""
+    path = [given]
+    while path[0].op == "call_method" and path[0].target in (*VIEWS, *CASTS):
+        path.insert(0, path[0].args[0])  # type: ignore[arg-type]
+    node, *later = path
+    values = [each.meta["example_value"] for each in path]
+    made, cast = values[0].dtype, values[-1].dtype
     if node.target not in LAYERS or cast not in (made, torch.promote_types(made, torch.float32)):
         return None
-    for view in reversed(views):
+    if any(each._version for each in values):  # Dynamo ran the in-place operations on them
+        return None
+    for view in (each for each in later if each.target in VIEWS):
         node = graph.create_node(view.op, view.target, (node, *view.args[1:]), dict(view.kwargs))
     return node

@@ -23,7 +23,7 @@ def reduce_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tens
 
     Args:
         logits: [rows, classes], the classes side by side in memory, in float32 or 16 bits.
-        target: [rows], classes or `ignore_index`; else the device asserts.
+        target: [rows], side by side in memory, classes or `ignore_index`; else the device asserts.
     """
     rows, classes = logits.shape
     is_there = ((target >= 0) & (target < classes)) | (target == ignore_index)

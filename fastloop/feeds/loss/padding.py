@@ -11,6 +11,7 @@ import math
 import operator
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 
@@ -41,8 +42,9 @@ class PadVocabulary:
 
 
 def list_losses(graph: Graph) -> list[Node]:
-    """List the calls of cross_entropy."""
-    return [node for node in graph.nodes if getattr(node.target, "__name__", "") == "cross_entropy"]
+    """List the calls of PyTorch's cross_entropy, but for those inside the transforms of torch.func."""
+    found = [node for node in graph.nodes if node.target is F.cross_entropy]
+    return [node for node in found if isinstance(node.meta["example_value"], FakeTensor)]
 
 
 def read_settings(loss: Node) -> dict[str, Any]:

@@ -93,6 +93,36 @@ def test_other_calls_pass_through(settings: dict[str, Any]) -> None:
     assert bool(large.passed) == (few is None)
 
 
+def test_bytes_as_targets_pass_through() -> None:
+    """PyTorch's ``target != -100`` ignores 156 among them, its loss does not."""
+    large, (logits, _) = LargeCrossEntropy(pads=True), logits_and_targets()
+    (expected, _), (value, _) = both(large, logits, torch.arange(150, 170).to(torch.uint8))
+    assert large.calls == 0 and large.passed and large.failure == "" and torch.equal(value, expected)
+
+
+def test_targets_of_another_size_are_pytorchs_error() -> None:
+    """The kernels do not look at how many there are."""
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
+    with large.put_in(), pytest.raises(ValueError, match="to match target batch_size"):
+        F.cross_entropy(logits, target[1:])
+    assert large.failure == ""
+
+
+def test_kernels_get_targets_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    really, steps = losses.reduce_rows, []
+
+    def reduce(*given: Any) -> Any:
+        steps.append(given[1].stride(0))
+        return really(*given)
+
+    monkeypatch.setattr(losses, "reduce_rows", reduce)
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
+    with large.put_in():
+        F.cross_entropy(logits, torch.stack([target, target], 1)[:, 0])
+        F.cross_entropy(logits, target[0].expand(20))
+    assert steps == [1, 1]
+
+
 def test_gradients_can_be_differentiated_and_nothing_is_kept_without_them() -> None:
     large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
     seconds = []

@@ -74,6 +74,58 @@ class Turned(Model):
         return F.cross_entropy(self.out(self.embed(tokens)).transpose(1, 2), answers)
 
 
+@torch.compiler.allow_in_graph
+def cross_entropy_of_half(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits / 2, target)
+
+
+cross_entropy_of_half.__name__ = "cross_entropy"
+
+
+class Owned(Model):
+    """Another function has the name of PyTorch's."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        return cross_entropy_of_half(self.out(self.embed(tokens)).flatten(0, 1), answers.flatten())
+
+
+class OfEach(Model):
+    """The mean square of each sample's gradient."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        def compute(bias: torch.Tensor, tokens: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(F.linear(self.embed(tokens), self.out.weight, bias), answers)
+
+        gradients = torch.func.vmap(torch.func.grad(compute), (None, 0, 0))(self.out.bias, tokens, answers)
+        return gradients.square().mean()
+
+
+class Barred(Model):
+    """Changes a copy of the logits in place, before the loss."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens)).float().flatten(0, 1)
+        logits[:, 3] = -5.0
+        return F.cross_entropy(logits, answers.flatten())
+
+
+class Reused(Model):
+    """Changes the logits in place, after a copy for the loss."""
+
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens))
+        copied = logits.float().flatten(0, 1)
+        logits.mul_(3)
+        return F.cross_entropy(copied, answers.flatten())
+
+
+class ChangedLater(Model):
+    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens)).flatten(0, 1)
+        loss = F.cross_entropy(logits, answers.flatten())
+        return loss + logits.mul_(2).mean()
+
+
 def run(call: Any, module: nn.Module) -> list[torch.Tensor]:
     tokens = torch.arange(12).view(3, 4) % 7
     loss = call(tokens, tokens.flip(1).where(tokens != 3, -100 if module.settings == {} else 5))
@@ -112,7 +164,7 @@ def test_loss_and_gradients_stay(kind: type[Model], monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(run(call, ours), expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Sliced, Smoothed, Turned])
+@pytest.mark.parametrize("kind", [Scaled, Sliced, Smoothed, Turned, Owned, OfEach])
 def test_others_stay_as_they_are(kind: type[Model]) -> None:
     torch.manual_seed(0)
     plain = kind().double()
@@ -120,6 +172,31 @@ def test_others_stay_as_they_are(kind: type[Model]) -> None:
     call, use = put_in(ours)
     torch.testing.assert_close(run(call, ours), run(plain, plain))
     assert use.used == 0
+
+
+@pytest.mark.parametrize("kind", [Barred, Reused, ChangedLater])
+def test_logits_that_are_changed_in_place_stay(kind: type[Model]) -> None:
+    """The kernels would read them as they are at the loss, and once more in the backward."""
+    torch.manual_seed(0)
+    plain = kind().bfloat16()
+    ours = copy.deepcopy(plain)
+    call, use = put_in(ours)
+    torch.testing.assert_close(run(call, ours), run(plain, plain))
+    assert use.used == 0
+
+
+def test_an_index_to_ignore_that_varies_stays_an_input() -> None:
+    torch.manual_seed(0)
+
+    class Ignoring(Model):
+        def forward(self, tokens: torch.Tensor, answers: torch.Tensor, ignored: int = -100) -> Any:
+            return F.cross_entropy(self.out(self.embed(tokens)).flatten(0, 1), answers.flatten(), ignore_index=ignored)
+
+    module, tokens = Ignoring().double(), torch.arange(12).view(3, 4)
+    call, use = put_in(module)
+    for ignored in (1, 2, 3, 4):
+        torch.testing.assert_close(call(tokens, tokens, ignored), module(tokens, tokens, ignored))
+    assert use.used == 1
 
 
 def test_graphs_that_run_as_they_are_stay() -> None:
