@@ -13,21 +13,7 @@ from torch.nn import functional as F
 from fastloop.feeds.compiled.graph_passes import COMPILES, Frozen, choose_backend
 from fastloop.feeds.loss import cross_entropy, graph_kernels
 from fastloop.feeds.loss.graph_kernels import UseKernels
-
-CLASSES = 8200
-
-
-class Model(nn.Module):
-    """Tokens [B, T] and answers [B, T] to the loss."""
-
-    settings: dict[str, Any] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
-        return F.cross_entropy(self.out(self.embed(tokens)).flatten(0, 1), answers.flatten(), **self.settings)
+from tests.feeds.loss.test_padding import CLASSES, Model, Smoothed, Turned
 
 
 class Sum(Model):
@@ -63,15 +49,6 @@ class Sliced(Model):
     def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
         logits = self.out(self.embed(tokens))[:, :-1].reshape(-1, CLASSES)
         return F.cross_entropy(logits, answers[:, 1:].reshape(-1))
-
-
-class Smoothed(Model):
-    settings = {"label_smoothing": 0.1}
-
-
-class Turned(Model):
-    def forward(self, tokens: torch.Tensor, answers: torch.Tensor) -> Any:
-        return F.cross_entropy(self.out(self.embed(tokens)).transpose(1, 2), answers)
 
 
 @torch.compiler.allow_in_graph
