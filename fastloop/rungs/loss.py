@@ -120,5 +120,6 @@ class Loss:
             classes, row = evidence["classes"], evidence["row"]
             apart = f", their gradient in rows of {row:,}" if row > classes else ""
             why.append(f"{calls} losses over {classes:,} classes read and wrote the logits once each{apart}")
-            why.append(f"the first deviated by {evidence['deviation']:.1g}")
+            if evidence["deviation"] is not None:
+                why.append(f"the first deviated by {evidence['deviation']:.1g}")
         return Verdict(took=True, why="; ".join(why))

@@ -44,8 +44,8 @@ def find_large(model: torch.nn.Module) -> int:
 class LargeCrossEntropy:
     """Replaces the function behind ``torch.nn.functional.cross_entropy``; calls with few classes go to the original.
 
-    On the first call, loss and gradient of the first rows are checked against PyTorch's. After a deviation or an error,
-    PyTorch's version runs from then on.
+    On the first call that has targets, loss and gradient of the first rows are checked against PyTorch's. After a
+    deviation or an error, PyTorch's version runs from then on.
 
     Args:
         pads: pad the gradient's rows to a multiple of 64 elements in memory. Its shape does not change.
@@ -123,8 +123,7 @@ class LargeCrossEntropy:
         reduce, _ = find_kernels(logits)
         made = [reduce(*piece, ignore_index) for piece in _cut(logits, target)]
         losses, sums = (torch.cat(parts) for parts in zip(*made, strict=True))
-        if self.deviation is None:
-            few = _find_first(target, ignore_index)
+        if self.deviation is None and len(few := _find_first(target, ignore_index)):
             expected = usual(logits[few].to(sums.dtype), target[few], None, NONE, ignore_index)
             self._compare(losses[few], expected, logits.dtype)
         return losses, sums
@@ -146,16 +145,17 @@ class LargeCrossEntropy:
         except Exception as error:
             self._fail(error)
             spread(write_gradient)
-        if not self.row and not self.failure:
-            few = _find_first(target, ignore_index)
+        is_checked = bool(self.row or self.failure)
+        if not is_checked and len(few := _find_first(target, ignore_index)):
             with torch.enable_grad():
                 some = logits[few].detach().to(sums.dtype).requires_grad_()
                 losses = usual(some, target[few], None, NONE, ignore_index)
                 (expected,) = torch.autograd.grad(losses, [some], [scale[few].to(losses.dtype)])
             self._compare(gradient[few], expected, logits.dtype)
+            is_checked = True
             if self.failure:
                 spread(write_gradient)
-        self.row = width
+        self.row = width if is_checked else 0
         return gradient
 
     def _compare(self, got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

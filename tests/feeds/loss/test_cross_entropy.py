@@ -189,6 +189,23 @@ def test_a_kernel_that_fails_or_deviates_is_not_used(where: str, how: str, monke
     assert asked == [where], "it was asked again"
 
 
+@pytest.mark.parametrize("where", ["reduce_rows", "write_gradient"])
+def test_a_first_call_without_targets_is_no_check(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = getattr(losses, where)
+
+    def broken(*args: Any) -> Any:
+        found = really(*args)
+        return (1.1 * found[0], found[1]) if where == "reduce_rows" else args[4].mul_(1.1)
+
+    large, (logits, target) = LargeCrossEntropy(pads=True), logits_and_targets()
+    both(large, logits, torch.full_like(target, -100), reduction="sum")
+    assert large.calls == 1 and large.deviation is None and not large.row
+    with monkeypatch.context() as patch:
+        patch.setattr(losses, where, broken)
+        both(large, logits, target)
+    assert "the first rows deviate" in large.failure
+
+
 def test_pytorchs_own_comes_back() -> None:
     large = LargeCrossEntropy(pads=True)
     with pytest.raises(KeyError), large.put_in():
