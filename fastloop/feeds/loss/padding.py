@@ -11,6 +11,7 @@ import math
 import operator
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
@@ -88,9 +89,19 @@ def _pad(graph: Graph, loss: Node, path: list[Node]) -> None:
             args = _widen(node, classes, more)
             assert args is not None
             made = graph.create_node(node.op, node.target, (made, *args), dict(node.kwargs))
+        _move_wrong_targets(graph, loss, classes, more)
     loss.replace_input_with(path[-1], made)
     for node in reversed(path):
         graph.erase_node(node)
+
+
+def _move_wrong_targets(graph: Graph, loss: Node, classes: int, more: int) -> None:
+    """Move targets that are no classes beyond the added ones, so that they stay errors."""
+    settings, call = read_settings(loss), graph.call_function
+    target, ignored = settings["target"], settings.get("ignore_index", -100)
+    wrong = call(torch.logical_and, (call(torch.ge, (target, classes)), call(torch.ne, (target, ignored))))
+    moved = call(torch.where, (wrong, call(torch.add, (target, more)), target))
+    loss.replace_input_with(target, moved)
 
 
 def _widen(node: Node, classes: int, more: int) -> tuple[Any, ...] | None:

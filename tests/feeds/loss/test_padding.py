@@ -89,6 +89,21 @@ def test_loss_and_gradients_stay(kind: type[Model], monkeypatch: pytest.MonkeyPa
     assert float(run(call, ours)[0] - expected[0]) > 1e-4
 
 
+def test_a_target_that_is_no_class_stays_an_error() -> None:
+    """The first of the classes that were added; as what is ignored it may stand for anything."""
+    tokens, answers = torch.arange(12).view(3, 4), torch.full((3, 4), CLASSES)
+    call, pad = compiled(Model())
+    with pytest.raises(IndexError, match="out of bounds"):
+        call(tokens, answers)
+    ignoring = Model()
+    ignoring.settings = {"ignore_index": CLASSES}
+    answers[0, 1] = 5
+    expected = ignoring(tokens, answers)
+    call, pad = compiled(ignoring)
+    torch.testing.assert_close(call(tokens, answers), expected)
+    assert pad.padded == 1
+
+
 @pytest.mark.parametrize("kind", [Shown, Smoothed, Turned])
 def test_others_stay_as_they_are(kind: type[Model]) -> None:
     torch.manual_seed(0)
