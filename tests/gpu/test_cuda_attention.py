@@ -11,8 +11,12 @@ from torch.nn import functional as F
 
 from fastloop.feeds.attention.rewriting import ReplaceAttention
 from fastloop.feeds.compiled.calls import CompiledCall, put_in
+from fastloop.feeds.compiled.graph_passes import Frozen, choose_backend
 from fastloop.feeds.loss.cross_entropy import LargeCrossEntropy
+from fastloop.feeds.loss.graph_kernels import UseKernels
+from fastloop.feeds.loss.padding import PadVocabulary
 from recipes.gpt2 import Attention, Shape
+from tests.feeds.loss.test_padding import CLASSES, Model
 from tests.rungs.fits import fit, verdict
 from tests.rungs.test_attention import Attends
 from tests.rungs.test_loss import Words
@@ -69,6 +73,27 @@ def test_the_loss_needs_no_float32_copies() -> None:
     assert value == pytest.approx(expected, rel=1e-4)
     assert float((ours - theirs).float().norm() / theirs.float().norm()) < 1e-2
     assert own_copies < 1.5 < 4 < copies
+
+
+def test_compiled_graphs_compute_the_loss_in_the_kernels() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, use = Model().cuda(), UseKernels()
+    compiled = torch.compile(module.forward, **choose_backend("default", (PadVocabulary(), use), Frozen(frozenset())))
+    tokens = torch.arange(4096, device="cuda").view(4, 1024) % CLASSES
+    seen: list[torch.Tensor] = []
+
+    def run(call: Any) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = call(tokens, tokens.flip(1))
+        seen[:] = [loss.detach(), *torch.autograd.grad(loss, list(module.parameters()))]
+
+    run(module)
+    expected = [*seen]
+    run(compiled)
+    assert {"_reduce_loss_rows", "_write_loss_gradient"} <= {*list_kernels(lambda: run(compiled))} and use.used == 1
+    assert float(seen[0]) == pytest.approx(float(expected[0]), rel=1e-4)
+    assert all(float((a - b).norm() / b.norm()) < 1e-2 for a, b in zip(seen[1:], expected[1:], strict=True))
 
 
 def test_both_rungs_take_in_a_fit_under_bfloat16() -> None:

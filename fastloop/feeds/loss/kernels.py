@@ -29,8 +29,9 @@ def reduce_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tens
     is_there = ((target >= 0) & (target < classes)) | (target == ignore_index)
     torch._assert_async(is_there.all(), f"a target is not below the number of classes, {classes}")
     losses, sums = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    given = logits, target, losses, sums, logits.stride(0)
     with torch.cuda.device(logits.get_device()):
-        _reduce[(rows,)](logits, target, losses, sums, logits.stride(0), ignore_index, classes, BLOCK, num_warps=WARPS)
+        _reduce_loss_rows[(rows,)](*given, ignore_index, classes, BLOCK, num_warps=WARPS)
     return losses, sums
 
 
@@ -42,11 +43,11 @@ def write_gradient(
     grid, strides = (rows, triton.cdiv(classes, BLOCK)), (logits.stride(0), gradient.stride(0))
     given = logits, target, sums, scale, gradient
     with torch.cuda.device(logits.get_device()):
-        _write[grid](*given, *strides, ignore_index, classes, BLOCK, num_warps=WARPS)
+        _write_loss_gradient[grid](*given, *strides, ignore_index, classes, BLOCK, num_warps=WARPS)
 
 
 @triton.jit
-def _reduce(logits, targets, losses, sums, stride, ignore_index, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
+def _reduce_loss_rows(logits, targets, losses, sums, stride, ignore_index, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     highest, total = float("-inf"), 0.0
@@ -65,7 +66,7 @@ def _reduce(logits, targets, losses, sums, stride, ignore_index, CLASSES: tl.con
 
 
 @triton.jit
-def _write(
+def _write_loss_gradient(
     logits,
     targets,
     sums,
