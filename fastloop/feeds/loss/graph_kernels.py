@@ -134,7 +134,7 @@ def _find_logits(graph: Graph, given: Node) -> Node | None:
     made, cast = values[0].dtype, values[-1].dtype
     if node.target not in LAYERS or cast not in (made, torch.promote_types(made, torch.float32)):
         return None
-    if any(each._version for each in values):  # Dynamo ran the in-place operations on them
+    if any(each._version or each.device != values[0].device for each in values):  # Dynamo ran in-place operations
         return None
     for view in (each for each in later if each.target in VIEWS):
         node = graph.create_node(view.op, view.target, (node, *view.args[1:]), dict(view.kwargs))
