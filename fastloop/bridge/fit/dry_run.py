@@ -34,8 +34,11 @@ class DryRun:
     """The size of these batches, estimated from the first sample."""
 
 
-def plan_dry(config: Config) -> DryRun:
+def plan_dry(config: Config, *, weighs_costs: bool = True) -> DryRun:
     """Build the recipe and its Trainer, load one sample, and plan. Trains nothing, writes no files.
+
+    Args:
+        weighs_costs: leave out rungs that do not pay back in a run of this length; trials keep them.
 
     Raises:
         ConfigError: as in `train`, and under ``strict`` if a rung cannot apply.
@@ -57,6 +60,7 @@ def plan_dry(config: Config) -> DryRun:
     facts = dataclasses.replace(
         read_facts.read_run_facts(trainer, trainer.strategy),
         by_ladder=config.by_ladder,
+        weighs_costs=weighs_costs,
         resuming=config.run.resume is not None,
         loader=own,
     )

@@ -65,7 +65,7 @@ def _do(job: Job, config: Config, out: Path) -> Mapping[str, Any] | None:
         "rates": work_count.measure_rates,
         "flops": lambda: work_count.count_flops(config, beat),
         "loader": lambda: loader_alone.measure(config, beat, job.counts, job.enough_ms),
-        "plan": lambda: store.to_json(PlanFile.of(dry_run.plan_dry(config).plan)),
+        "plan": lambda: store.to_json(PlanFile.of(dry_run.plan_dry(config, weighs_costs=False).plan)),
         "gradients": lambda: gradient_probe.measure(config, out, beat, job.reference),
     }
     if job.variation in answering:

@@ -13,8 +13,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from fastloop.bridge.fit import dry_run
 from fastloop.bridge.fit.recipe_modules import FOLDER
 from fastloop.config.loading import load
+from fastloop.experiments.trials import trial_process
+from fastloop.experiments.trials.trial import Job
+from fastloop.records import store
 from fastloop.records.facts import LoaderFacts
 from fastloop.records.plan import Change, Plan, Step
+from fastloop.records.run_files import PlanFile
 from tests.models import Regression, pairs
 from tests.trainings import NET
 
@@ -46,6 +50,27 @@ def test_a_plain_loader(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     for more, samples, accumulate in (((), 16, 2), (("rungs.batch.global_batch=32",), 32, 4)):
         other = planned(monkeypatch, DataLoader(pairs(), batch_size=8), *batch, *more)
         assert (other.samples_per_step, other.facts.accumulate) == (samples, accumulate)
+
+
+@pytest.mark.parametrize(("is_trial", "status"), [(True, "planned"), (False, "skipped")])
+def test_a_trial_plans_what_does_not_pay_back(is_trial: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its training would have it, too; a run of 20 steps has no time to search for a micro-batch."""
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(pairs(), batch_size=8)
+
+    class Plain(Regression):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return self.net(batch[0]).square().mean()
+
+    monkeypatch.setattr(dry_run, "build_recipe", lambda config: (Plain(), Data()))
+    asked = ("run.max_steps=20", "trainer.accumulate_grad_batches=2")
+    config = load(str(NET), more=("full",), overrides=asked)
+    answer = trial_process._do(Job(variation="plan", conf=str(NET)), config, Path()) if is_trial else None
+    made = store.decode(answer, PlanFile) if is_trial else PlanFile.of(dry_run.plan_dry(config).plan)
+    (batch,) = [row for row in made.rungs if row.rung == "batch"]
+    assert batch.status == status and ("too short" in (batch.reason or "")) is not is_trial
 
 
 @pytest.mark.parametrize("several", [False, True])
