@@ -71,7 +71,8 @@ def explain_same_arm(base: Sample, arm: Sample) -> str | None:
     if not arm.changed_rungs or arm.changes_more or set(arm.changed_rungs) & _took(base, arm):
         return None
     why = _list_reasons(base, arm, arm.changed_rungs)
-    return f"not trained: the plan leaves out {why}" if arm.refused else f"no changed rung took effect: {why}"
+    said = "not run: none of its changes would take effect" if arm.refused else "no changed rung took effect"
+    return f"{said}: {why}"
 
 
 def is_final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> bool:

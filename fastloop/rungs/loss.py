@@ -1,4 +1,4 @@
-"""Compute cross-entropy over a large vocabulary in two kernels, also inside compiled graphs, where rows are padded.
+"""Compute cross-entropy over a large vocabulary in two kernels, also in compiled graphs, and pad its rows there.
 
 Faster because  logits are read and their gradient is written once each, without float32 copies; inside a compiled
                 graph, rows that are aligned in memory make the output layer's matrix products faster.
@@ -6,7 +6,7 @@ Costs           a second or two to compile both kernels once; inside a compiled 
                 the logits; rounding.
 Don't use when  there are few classes, or the loss has class weights or label smoothing (such calls run unchanged).
 Evidence        large-vocabulary calls that used the kernels, and the first one's deviation; losses in compiled graphs
-Source          https://arxiv.org/abs/2410.10989 (Liger Kernel does the same with hand-written kernels)
+Source          https://arxiv.org/abs/2410.10989 (Liger Kernel)
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Loss:
         return Applied(undo=undo.close, probe=probe)
 
     def verify(self, seen: Measurement) -> Verdict:
-        """The rung took effect if calls with many classes used our loss, or were padded."""
+        """The rung took effect if calls with many classes used our loss, or compiled graphs were changed."""
         evidence = seen.evidence.get("loss", {})
         if "calls" not in evidence:
             return Verdict(took=None, why="no step ran")
@@ -111,8 +111,8 @@ class Loss:
             return Verdict(took=False, why=f"PyTorch's own cross_entropy runs: {evidence['failure']}")
         padded, inside = evidence["padded"], evidence["in_graphs"]
         if not evidence["calls"] and not padded and not inside:
-            none = "none was called through torch.nn.functional outside compiled modules, and none inside them fits"
-            why_not = evidence["passed"] or none
+            outside = "none was called through torch.nn.functional outside compiled modules"
+            why_not = evidence["passed"] or f"{outside}, and none inside them qualifies"
             return Verdict(took=False, why=f"no cross_entropy over a large vocabulary ran: {why_not}")
         why = [f"{padded} losses padded in compiled graphs"] if padded else []
         why += [f"{inside} losses in compiled graphs read and write the logits once each"] if inside else []

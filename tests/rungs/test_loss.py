@@ -106,7 +106,7 @@ def test_a_shipped_ladder_compiles_no_kernels() -> None:
     models.trainer(callbacks=[watcher]).fit(ours, models.loader())
     fit(None, plain)
     assert evidence(watcher, "loss")["calls"] == 0 and verdict(watcher, "loss").took is False
-    assert "none inside them fits" in verdict(watcher, "loss").why
+    assert "none inside them qualifies" in verdict(watcher, "loss").why
     assert same(models.weights(ours), models.weights(plain))
 
 

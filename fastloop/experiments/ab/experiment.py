@@ -77,7 +77,7 @@ class Side:
     planned: Parity | None = None
     """The parity class of a plan made without training, used until the arm has run; None if there is no such plan."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Where the plan leaves out all that the arm changes: these rungs, with the reasons."""
+    """The rungs that the arm changes, with the reasons, if its plan leaves out all of them; then it does not run."""
     failed: Trial | None = None
     gradient: Gate | None = None
 
@@ -178,7 +178,7 @@ class Experiment:
     def _plan(self) -> None:
         """Plan the arms first: one that cannot be planned ends the experiment before any training. So does a plan that
         leaves out all that its arm changes, if those of the other arms do, too."""
-        on_already = self.base.arm.config().ladder.enabled()
+        on_already = {*self.base.arm.config().ladder.enabled()}
         for side in self.sides[1:]:
             if not (side.changed_rungs or side.changed_keys) or not side.arm.plans_alone:
                 continue
@@ -186,11 +186,10 @@ class Experiment:
             if not trial.ok:
                 raise Unplanned(trial)
             if isinstance(plan := trial.answer, PlanFile):
+                skipped = {row.rung: row.reason or "" for row in plan.rungs if row.status == "skipped"}
                 side.planned = plan.parity_class
-                out = {row.rung: row.reason or "" for row in plan.rungs if row.status == "skipped"}
-                new = [rung for rung in side.changed_rungs if rung in out and rung not in on_already]
-                if len(new) == len(side.changed_rungs) and not side.changed_keys:
-                    side.refused = {rung: out[rung] for rung in new}
+                if {*side.changed_rungs} <= skipped.keys() - on_already and not side.changed_keys:
+                    side.refused = {rung: skipped[rung] for rung in side.changed_rungs}
 
     def _prepare(self) -> None:
         """Run the base once without counting it: this fills the page cache for all arms and shows how long a run must

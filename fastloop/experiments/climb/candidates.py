@@ -114,8 +114,8 @@ class Position:
     rows: Sequence[Attempt] = ()
     """The attempts so far."""
     ladder_rates: Mapping[str, float] = field(default_factory=dict)
-    """Samples per second of the start with a shipped ladder on top, from one run of each; only those that would be
-    faster than now."""
+    """Samples per second of the start with a shipped ladder on top, from one run of each; only those that are
+    worth another look."""
 
     @property
     def height(self) -> int:

@@ -3,7 +3,7 @@
 PyTorch's version casts 16-bit logits to float32, keeps their log-softmax for the backward and writes float32 gradients
 of the same size. Here the forward keeps one number per row, and the backward writes the gradient of the logits.
 
-Source: https://arxiv.org/abs/2410.10989 (Liger), which computes the same with hand-written kernels.
+Source: https://arxiv.org/abs/2410.10989 (Liger Kernel).
 """
 
 from __future__ import annotations

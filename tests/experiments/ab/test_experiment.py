@@ -186,7 +186,8 @@ def test_what_the_plan_leaves_out_is_not_trained(tmp_path: Path, steps: int | No
     done = carried_out(tmp_path / "alone", base, amp, steps=steps)
     (found,) = done.comparisons()
     assert [name for name, _ in amp.calls] == ["plan"] and base.calls == []
-    assert found.why == "not trained: the plan leaves out amp (needs CUDA)" and results.exit_code(done) == 4
+    assert found.why == "not run: none of its changes would take effect: amp (needs CUDA)"
+    assert results.exit_code(done) == 4
     assert "RATE" not in "\n".join(ab_report.write_lines(results.summarize(done, "net", partial=False)))
 
     layout = MadeArm(name="layout", overrides=("rungs.layout.enabled=true",), verdicts={"layout": True})

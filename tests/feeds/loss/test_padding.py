@@ -95,6 +95,7 @@ def test_a_target_that_is_no_class_stays_an_error() -> None:
     call, pad = compiled(Model())
     with pytest.raises(IndexError, match="out of bounds"):
         call(tokens, answers)
+    assert pad.padded == 1
     ignoring = Model()
     ignoring.settings = {"ignore_index": CLASSES}
     answers[0, 1] = 5
