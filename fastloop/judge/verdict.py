@@ -17,6 +17,8 @@ from fastloop.records.plan import say_count
 
 LEAST_RUNS = 3
 """Runs per arm. A spread estimated from two runs is meaningless."""
+LEAST_STEPS = 5
+"""Optimizer steps in each window. The first few are not typical: their GPU is still cool, the queues still full."""
 WIDE = 10
 """From this value on, an end of an interval is printed with three significant digits."""
 
@@ -41,8 +43,9 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
     by_queues = _explain_queues(ci95, base, arm)
     verdict = "inconclusive" if by_queues else _choose_verdict(ci95, band_pct)
     figures = _describe_figures(verdict, ratio, ci95, alpha, _count(bases, arms))
-    if against := _list_obstacles(bases, arms, judged, explain_same_arm(base, arm), by_queues, parity):
-        verdict, why = "inconclusive", _write_sentence([*against, "" if explain_same_arm(base, arm) else figures])
+    hopeless = explain_hopeless(base, arm)
+    if against := _list_obstacles(bases, arms, judged, hopeless, by_queues, parity):
+        verdict, why = "inconclusive", _write_sentence([*against, "" if hopeless else figures])
     else:
         why = _write_sentence(
             [figures + _explain_verdict(verdict, band_pct, mde, fewest), *_list_notes(base, arm, parity)]
@@ -60,7 +63,12 @@ def compare(base: Sample, arm: Sample, parity: Outcome, *, band_pct: float = 3.0
     )
 
 
-def explain_same_arm(base: Sample, arm: Sample) -> str | None:
+def explain_hopeless(base: Sample, arm: Sample) -> str | None:
+    """Why no number of such runs leads to a verdict; None if it may."""
+    return _explain_same_arm(base, arm) or _explain_few_steps(base, arm)
+
+
+def _explain_same_arm(base: Sample, arm: Sample) -> str | None:
     """Why the two arms are effectively the same although their rungs differ; None if something does differ.
 
     A rung that the arm switches off counts if it took effect in the base. Returns None unless both have a finished run,
@@ -75,11 +83,22 @@ def explain_same_arm(base: Sample, arm: Sample) -> str | None:
     return f"{said}: {why}"
 
 
+def _explain_few_steps(base: Sample, arm: Sample) -> str | None:
+    """Why the windows have too few steps for a rate; None if they have enough."""
+    for side in (base, arm):
+        if side.timed_steps is not None and side.timed_steps < LEAST_STEPS:
+            return (
+                f"only {say_count(side.timed_steps, 'step')} of {side.name} could be timed, and a verdict needs"
+                f" {LEAST_STEPS}: warm-up and queues take the others; raise --steps, or omit it"
+            )
+    return None
+
+
 def is_final(comparisons: Sequence[Comparison], hopeless: Collection[str] = ()) -> bool:
     """Whether an experiment may end at this look, because more runs would not settle anything.
 
     Args:
-        hopeless: arms that no number of runs can decide (``explain_same_arm``, or nothing left to run). A failed parity
+        hopeless: arms that no number of runs can decide (``explain_hopeless``, or nothing left to run). A failed parity
             gate is final by itself.
     """
     return all(one.parity.passed is False or one.arm in hopeless or _is_settled(one) for one in comparisons)
@@ -150,11 +169,11 @@ def _explain_queues(ci95: tuple[float, float] | None, base: Sample, arm: Sample)
 
 
 def _list_obstacles(
-    bases: _Runs, arms: _Runs, judged: Effect | None, idle: str | None, by_queues: str | None, parity: Outcome
+    bases: _Runs, arms: _Runs, judged: Effect | None, hopeless: str | None, by_queues: str | None, parity: Outcome
 ) -> list[str]:
     """Reasons why there can be no verdict, most serious first."""
-    if idle and not arms.rates:  # its plan tells
-        return [idle]
+    if hopeless and not arms.rates:  # its plan tells
+        return [hopeless]
     found = []
     if parity.passed is False:
         gates = [f"{gate.name} failed: {gate.why}" for gate in parity.gates if gate.passed is False]
@@ -165,7 +184,7 @@ def _list_obstacles(
         found.append("the order of the runs cannot be separated from the arms")
     elif by_queues:
         found.append(by_queues)
-    return [*([idle] if idle else []), *found]
+    return [*([hopeless] if hopeless else []), *found]
 
 
 def _list_notes(base: Sample, arm: Sample, parity: Outcome) -> list[str]:

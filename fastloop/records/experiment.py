@@ -32,6 +32,8 @@ class Sample:
     """Whether its plan leaves out all rungs that it changes; then it does not run."""
     queue_error_pct: float = 0.0
     """Percent by which a rate may be too high, at most, where windows are too short for their queues."""
+    timed_steps: int | None = None
+    """Optimizer steps in the shortest window of its runs; None without a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

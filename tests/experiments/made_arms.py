@@ -37,6 +37,8 @@ class MadeArm:
     parity_class: str = "exact"
     global_batch: int = 64
     queued: int = 0
+    timed: int = STEPS
+    """Steps in its windows."""
     step_ms: float = 10.0
     began: Callable[[int], int | None] = lambda _: None
     """The step at which the run with this number began."""
@@ -100,6 +102,7 @@ class MadeArm:
         steps = [[f"{number}-{step + (self.wrong == 'ledger' and step == 3)}", 64, 1, [0.1]] for step in range(STEPS)]
         return {
             "measurement.json": {
+                "steps": self.timed,
                 "samples_per_s": rate,
                 "loss": losses,
                 "device": "cuda",

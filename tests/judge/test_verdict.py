@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.judge.verdict import compare, exit_code, explain_same_arm, is_final
+from fastloop.judge.verdict import LEAST_STEPS, compare, exit_code, explain_hopeless, is_final
 from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
 
 GOOD = Outcome(parity_class="exact", passed=True, why="all gates passed")
@@ -107,6 +107,15 @@ def test_a_loss_that_the_bases_full_queues_may_explain_is_none() -> None:
     assert compare(base, sample("b", 200), GOOD).verdict == "slower", "the control: the queues cannot explain a half"
 
 
+def test_the_rate_of_a_window_of_a_few_steps_is_no_claim() -> None:
+    found = judged(12.0, timed_steps=LEAST_STEPS - 1)
+    assert found.verdict == "inconclusive" and exit_code([found], failed=False) == 4
+    assert found.why.startswith("only 4 steps of b could be timed, and a verdict needs 5") and "12" not in found.why
+    assert judged(12.0, timed_steps=LEAST_STEPS).verdict == "faster", "the control"
+    base = replace(sample("base", 400), timed_steps=1)
+    assert "only 1 step of base could" in compare(base, sample("b", 320, timed_steps=30), GOOD).why
+
+
 def test_the_band_can_be_set() -> None:
     assert judged(1.0, 10, band_pct=0.2).verdict == "inconclusive"
     assert judged(1.04, 10, spread=6, band_pct=50).verdict == "no_difference"
@@ -187,13 +196,13 @@ def test_switching_off_a_rung_that_took_is_a_change() -> None:
     assert with_it.verdict == "slower" and "no credit" not in with_it.why
     without = sample("base", 400, inactive_rungs={"amp": "no autocast seen"})
     assert compare(without, arm, GOOD).verdict == "inconclusive"
-    assert explain_same_arm(without, arm) == "no changed rung took effect: amp (no autocast seen)"
+    assert explain_hopeless(without, arm) == "no changed rung took effect: amp (no autocast seen)"
 
 
 @pytest.mark.parametrize(("of_base", "of_arm"), [(5, 0), (0, 5), (0, 0)])
 def test_without_a_finished_run_nobody_knows_what_took(of_base: int, of_arm: int) -> None:
     arm = sample("b", 300, of_arm, changed_rungs=("amp",))
-    assert explain_same_arm(sample("base", 400, of_base), arm) is None
+    assert explain_hopeless(sample("base", 400, of_base), arm) is None
 
 
 def test_failed_parity_takes_the_verdict_and_leaves_the_figures() -> None:

@@ -20,7 +20,7 @@ from fastloop.experiments.ab.arms import Arm, Ask, Progress, label_of
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import read_finished
 from fastloop.judge import statistics
-from fastloop.judge.verdict import compare, explain_same_arm, is_final
+from fastloop.judge.verdict import compare, explain_hopeless, is_final
 from fastloop.records import readings
 from fastloop.records.experiment import Comparison, Gate, Outcome, Sample
 from fastloop.records.measurement import Measurement
@@ -106,6 +106,7 @@ class Side:
             changes_more=bool(self.changed_keys),
             refused=bool(self.refused),
             queue_error_pct=max(map(_read_queue_error_pct, kept.values()), default=0.0),
+            timed_steps=min((trial.measurement.steps for trial in kept.values() if trial.measurement), default=None),
         )
 
 
@@ -313,10 +314,11 @@ class Experiment:
         return parity_gates.judge_parity(pairs, side.gradient, self.parity_class(side))
 
     def _is_hopeless(self, side: Side) -> bool:
-        """Whether more runs of an arm are useless: parity has failed, or none of its changes took effect."""
+        """Whether more runs of an arm are useless: parity has failed, none of its changes took effect, or its
+        windows are too short."""
         if side is self.base or not (side.runs or side.refused):
             return False
-        return self.outcome(side).passed is False or bool(explain_same_arm(self.base.sample(), side.sample()))
+        return self.outcome(side).passed is False or bool(explain_hopeless(self.base.sample(), side.sample()))
 
     def comparisons(self) -> list[Comparison]:
         """Compare each arm with the base, from the runs so far."""

@@ -115,6 +115,14 @@ def test_another_training_is_named_by_its_gate_and_trained_no_further(
     assert len(runs(amp)) == runs_done and results.exit_code(done) == 3
 
 
+def test_arms_whose_windows_are_too_short_are_trained_no_further(tmp_path: Path) -> None:
+    """As in 20 steps of an arm whose queues hold 19 batches: the clock starts when those are used."""
+    short = AMP.but(timed=1)
+    done = carried_out(tmp_path, short)
+    assert runs(short) == ["run-0"] and results.exit_code(done) == 4
+    assert done.comparisons()[0].why.startswith("only 1 step of amp could be timed")
+
+
 def test_an_arm_that_was_only_planned_promises_what_its_plan_does(tmp_path: Path) -> None:
     """As after a signal during the warm-up run."""
     stopped = BASE.but(fails_at=-1)

@@ -43,6 +43,7 @@ class World:
         if progress is not None:
             progress(f"{label}: step 1 of 2")
         result = {
+            "steps": 20,
             "samples_per_s": 100.0 + ask.seed,
             "global_batch": 10,
             "device_name": self.device,
