@@ -129,8 +129,8 @@ def train_until_measured(config: Config, beat: Path | None, prepare: Callable[[A
     """
 
     def prepare_both(trainer: Any, loop: FastLoop) -> None:
-        prepare_trial(trainer, beat)
         prepare(trainer, loop)
+        prepare_trial(trainer, beat)  # afterwards, since `prepare` may lift the limit on steps, which a beat repeats
 
     silent = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     bare = dataclasses.replace(
