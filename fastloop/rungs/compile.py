@@ -2,8 +2,7 @@
 
 Faster because  elementwise work is fused into few kernels and Python no longer launches each operator.
 Costs           seconds to minutes at the first step, and once more if sizes vary; calls that fit neither graph, such as
-                an epoch's short last batch, run eagerly. On a CPU, compiled dropout draws from the random stream that
-                also shuffles, so later epochs come in another order.
+                an epoch's short last batch, run eagerly.
 Don't use when  the run is too short to pay back the compile time, or something other than sizes changes at every step.
 Evidence        graphs Dynamo captured since the rung was applied; recompiles by cause, graph breaks by cause and line
 Source          https://docs.pytorch.org/docs/stable/generated/torch.compile.html
@@ -76,9 +75,6 @@ CARD = Card(
 )
 
 
-ON_CPU = "compiled dropout draws from the random stream that also shuffles, so later epochs have a different order"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compile:
     """torch.compile of the user's own inner modules; checkpoint keys and the module's class do not change."""
@@ -97,12 +93,7 @@ class Compile:
     shipped ladder turned this rung on."""
 
     def plan(self, facts: Facts) -> Change:
-        """Request an in-place compile of the modules that do the work."""
-        change = self._choose(facts)
-        return change if facts.device != "cpu" else replace(change, notes=(*change.notes, ON_CPU))
-
-    def _choose(self, facts: Facts) -> Change:
-        """Choose what to compile: the whole model, or each repeated block once."""
+        """Request an in-place compile of the modules that do the work: the whole model, or each repeated block once."""
         if facts.compiled_by_user:
             raise NotApplicable(f"{', '.join(facts.compiled_by_user[:3])} is already compiled by your own code")
         if facts.double_backward:

@@ -255,7 +255,7 @@ def graphs(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(str(graph.code))
         return graph.forward
 
-    def compile_kept(function: Any, *, mode: Any = None, dynamic: Any = None) -> Any:
+    def compile_kept(function: Any, *, options: Any, dynamic: Any) -> Any:
         return really(function, backend=keep, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_kept)

@@ -58,7 +58,7 @@ def choose_backend(mode: str, passes: tuple[GraphPass, ...], frozen: Frozen) -> 
     """
     if passes or mode == "eager":
         return {"backend": _Passing(mode, passes, frozen)}
-    return {"options": _list_options(mode)} if mode.startswith("max-") else {"mode": mode}
+    return {"options": _list_options(mode)}
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,16 @@ def _add_values(graph: torch.fx.Graph) -> None:
 
 
 def _list_options(mode: str) -> dict[str, Any]:
-    """List Inductor's options. It benchmarks kernels in a subprocess: a kernel that breaks the CUDA context, as one did
-    for a matrix product of more than 2^31 numbers, then breaks only the subprocess's and is not chosen."""
+    """List Inductor's options for a mode.
+
+    It benchmarks kernels in a subprocess: a kernel that breaks the CUDA context, as one did for a matrix product of
+    more than 2^31 numbers, then breaks only the subprocess's and is not chosen. Dropout and other random operators stay
+    torch's own kernels, which draw what they draw eagerly.
+    """
     from torch._inductor import list_mode_options
 
-    return {**list_mode_options(mode), "autotune_in_subproc": torch.cuda.is_available()}
+    return {
+        **list_mode_options(mode),
+        "autotune_in_subproc": torch.cuda.is_available(),
+        "fallback_random": True,
+    }

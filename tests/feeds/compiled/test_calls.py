@@ -4,7 +4,6 @@ gradients and run eagerly (aot_eager); Inductor is asked in one test."""
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,10 @@ def fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compile_by(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(really_compile, backend=backend))
+    def compile_anyhow(function: Any, *, backend: Any = backend, options: Any = None, dynamic: Any = None) -> Any:
+        return really_compile(function, backend=backend, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", compile_anyhow)
 
 
 class Net(torch.nn.Module):
