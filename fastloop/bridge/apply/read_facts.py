@@ -26,7 +26,6 @@ from fastloop.evidence import loader_queue, machine
 from fastloop.evidence.batches import sampler_hazards
 from fastloop.evidence.batches.given_batches import list_batch_changes
 from fastloop.evidence.model.batch_hooks import may_change_training
-from fastloop.evidence.model.own_counters import list_step_counters
 from fastloop.evidence.model.skipped_batches import may_skip
 from fastloop.evidence.samples import between_batches, random_draws, thread_safety
 from fastloop.evidence.samples import dataset as datasets
@@ -127,8 +126,6 @@ def _find_batch_counters(trainer: Any, module: Any) -> Iterator[str]:
     for name in list(inspect.signature(step).parameters)[1:2] if callable(step) else ():
         if list_methods(module, rf"def training_step\(.*\b{name}\b(.|\n)*\b{name}\b"):
             yield f"{type(module).__name__}.training_step, which reads {name},"
-    for name in list_step_counters(module):
-        yield f"{type(module).__name__}.training_step, which counts its calls ({name}),"
 
 
 def _find_no_sockets() -> str | None:
