@@ -108,8 +108,10 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) <= 300 else f'{text[:299]}…'}"
 
 
-_BROUGHT = re.compile(r"Caught \w+ in ([^\n]+)\.\nOriginal Traceback ")
-"""How torch's message begins for an error from another process; the whole traceback follows."""
+_BROUGHT = re.compile(
+    r"(?:Caught \w+ in (?P<there>[^\n]+)\.\nOriginal|-- (?P<process>Process \d+) terminated with [^\n]+\n) ?Traceback "
+)
+"""How torch's messages begin for an error from a worker or a spawned process; the whole traceback follows."""
 _CHAINED = re.compile(r"\n(?:During handling of the above exception|The above exception was the direct cause)[^\n]*\n")
 
 
@@ -126,7 +128,7 @@ def quote(error: BaseException, *, briefly: bool = False) -> str:
         frames = [place for place, line in enumerate(lines) if line.startswith("  File ")]
         own = [line for line in lines[frames[0] :] if line.strip() and not line.startswith(" ")] if frames else []
         kind, _, rest = own[0].partition(": ") if own else (kind, "", "")
-        text, where = "\n".join([rest, *own[1:]]), f" (in {brought[1]})"
+        text, where = "\n".join([rest, *own[1:]]), f" (in {brought['there'] or brought['process']})"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if briefly:
         lines = lines[: 2 if lines and lines[0].endswith(":") else 1]

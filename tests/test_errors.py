@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 from torch._utils import ExceptionWrapper
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from fastloop.errors import (
     ConfigError,
@@ -155,6 +156,16 @@ def test_the_beginning_of_a_message_tells_what_it_announces(message: str, said: 
 )
 def test_an_error_in_a_worker_is_quoted_in_its_own_words(error: Exception, said: str) -> None:
     assert quote(bring(error)) == f"{said} (in DataLoader worker process 0)"
+
+
+def test_an_error_in_a_spawned_process_is_quoted_in_its_own_words() -> None:
+    """As in a run with ddp_spawn; torch's message is the whole traceback."""
+    try:
+        raise with_context(ValueError("row 7 has no label"))
+    except ValueError:
+        trace = traceback.format_exc()
+    error = ProcessRaisedException(f"\n\n-- Process 1 terminated with the following error:\n{trace}", 1, 7)
+    assert quote(error) == "ValueError: row 7 has no label (in Process 1)"
 
 
 def test_each_cause_is_walked_once() -> None:

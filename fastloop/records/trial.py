@@ -254,6 +254,8 @@ class Trial:
     """The last lines of its stderr; empty if it is ok."""
     began: int | None = None
     """The step at which a script's fit began."""
+    after_fit: str = ""
+    """How a script failed after its fit, which was measured; empty if it did not."""
     unsaved: bool = False
     """Whether checkpoint files were left untouched, see `bridge/trials/no_checkpoints.py`."""
     measurement: Measurement | None = field(default=None, metadata={"json": None})
@@ -266,6 +268,11 @@ class Trial:
         """Only for a complete run."""
         rate = None if self.measurement is None else self.measurement.samples_per_s
         return rate if self.ok and rate else None
+
+    @property
+    def lacked_checkpoint(self) -> bool:
+        """Whether the script's code after its fit seems to have failed because trials write no checkpoints."""
+        return "checkpoint" in self.after_fit.lower()
 
     @property
     def window_too_short(self) -> bool | None:

@@ -89,7 +89,9 @@ def _keep_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
 
 
 def _may_keep(seen: Measurement) -> bool:
-    return restarts_workers(seen) and read_loader(seen).get("can_keep_workers") is not False
+    loader = read_loader(seen)
+    reloads = loader.get("reload_every_n_epochs")  # the Trainer makes the loader anew, and its workers with it
+    return restarts_workers(seen) and loader.get("can_keep_workers") is not False and not reloads
 
 
 def _replace_theirs(seen: Measurement) -> tuple[dict[str, Any], str] | None:
@@ -138,8 +140,8 @@ CARD = Card(
     plan_shows_refusal=True,
     loads_elsewhere=True,
     explains={
-        "DataLoader worker (pid": "a worker that rungs.workers started was killed, most often because memory ran out:"
-        " set a lower rungs.workers.count and continue from your last checkpoint"
+        "DataLoader worker (pid": "a worker process was killed, most often because memory ran out: use fewer"
+        " (rungs.workers.count, or your loader's num_workers) and continue from your last checkpoint"
     },
 )
 

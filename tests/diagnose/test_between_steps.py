@@ -52,6 +52,7 @@ def test_from_five_per_cent_on(name: str, ms: float, named: bool) -> None:
             (),
             "and its workers every epoch: leave out reload_dataloaders_every_n_epochs if the data stays",
         ),
+        ({"num_workers": 4, "reload_every_n_epochs": 1}, ("workers",), "leave out reload_dataloaders_every_n_epochs"),
         ({"num_workers": 4, "persistent_workers": True}, (), "make epochs longer"),
         ({"num_workers": 4, "persistent_workers": True}, ("workers",), "make epochs longer"),
     ],

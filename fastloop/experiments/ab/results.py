@@ -139,9 +139,10 @@ def list_flags(sides: Sequence[Side]) -> list[str]:
 
 
 def _describe_end(trial: Trial) -> str | None:
-    """Describe how a script failed after its fit, which was measured; None if it did not. Code that looks for a
-    checkpoint fails in these runs because they write none."""
-    return None if trial.code == 0 or trial.unsaved else f"the script ended with exit code {trial.code} after its fit"
+    """Describe how a script failed after its fit; None if it did not, or only lacked a checkpoint."""
+    if not trial.after_fit or trial.lacked_checkpoint:
+        return None
+    return f"the script ended with exit code {trial.code} after its fit"
 
 
 def _list_checkpoint_notes(trials: Sequence[Trial]) -> list[str]:

@@ -188,7 +188,7 @@ class ScriptArm:
         trial = self._make_trial(label, folder, ask, config, ended, events)
         store.save(folder, {TRIAL: trial})
         if say is not None:
-            for note in [*_describe_end(trial, ended), *list_notes(events)]:
+            for note in [*_describe_end(trial), *list_notes(events)]:
                 say(note)
         return trial
 
@@ -252,17 +252,18 @@ class ScriptArm:
             measurement=measurement,
             answer=answer,
             began=find_first_step(events),
+            after_fit=hide(ended.cause) if cause is None and ended.cause else "",
             unsaved=any(event.event == "unsaved" for event in events),
         )
 
 
-def _describe_end(trial: Trial, ended: Ended) -> list[str]:
+def _describe_end(trial: Trial) -> list[str]:
     """Describe how a script failed after the measured fit."""
-    if not trial.ok or not ended.cause:
+    if not trial.after_fit:
         return []
-    if trial.unsaved and "checkpoint" in ended.cause.lower():
+    if trial.lacked_checkpoint:
         return ["its fit was measured; the code after it needs a checkpoint, but these runs write none"]
-    return [f"its fit was measured, then: {ended.cause}"]
+    return [f"its fit was measured, then: {trial.after_fit}"]
 
 
 def _explain_no_result(name: str, ended: Ended, events: Sequence[ScriptEvent]) -> str:

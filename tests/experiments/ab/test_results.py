@@ -104,6 +104,18 @@ def test_throttling_and_short_windows_are_flagged_once_for_an_arm_with_its_runs(
         assert results.list_flags(made.sides)[-1] == f"amp, run-1: window too short: {steps} steps"
 
 
+@pytest.mark.parametrize(
+    ("after_fit", "flagged"),
+    [("", False), ("exit code 1: ValueError: plotting failed", True), ("exit code 1: no checkpoint to test", False)],
+)
+def test_a_script_that_fails_after_its_fit_is_flagged(tmp_path: Path, after_fit: str, flagged: bool) -> None:
+    """Unless what it lacked is a checkpoint, which trials do not write."""
+    made = done(tmp_path, amp())
+    made.base.runs[1] = replace(made.base.runs[1], code=int(bool(after_fit)), after_fit=after_fit, unsaved=True)
+    flag = "base, run-1: the script ended with exit code 1 after its fit"
+    assert (flag in results.list_flags(made.sides)) == flagged
+
+
 def test_a_flag_of_every_run_names_none(tmp_path: Path) -> None:
     made = done(tmp_path, amp())
     for side in made.sides:

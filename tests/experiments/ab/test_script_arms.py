@@ -82,7 +82,8 @@ def test_a_run_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newb
     assert found.ok and found.cause is None and found.last_step == 40 and found.measurement is not None
     assert (found.measurement.total_steps, found.measurement.warmup_steps) == (40, 7)
     assert found.samples_per_s == found.measurement.samples_per_s > 0
-    assert "arm 1: its fit was measured, then: exit code 1 at step 40: ValueError: no checkpoint to test" in lines
+    assert found.after_fit == "exit code 1 at step 40: ValueError: no checkpoint to test" and found.lacked_checkpoint
+    assert "arm 1: its fit was measured; the code after it needs a checkpoint, but these runs write none" in lines
     names = {path.name for path in found.run_dir.iterdir()}
     assert {"measurement.json", "report.md", "ledger.json", "trial.json", "stdout.txt", "stderr.txt", "beat"} <= names
     verdicts = told(found.run_dir / "verdicts.json")["verdicts"]

@@ -291,9 +291,11 @@ def test_what_to_know_beside_a_measurement() -> None:
     ]
     assert list_notes(twice) == ["fit ran twice; only the first one was measured"] and step_of(twice) == 9
     folds = [*once, event("fit_began", only_rungs=True, step=0)]
-    assert list_notes(folds)[0].endswith("; only the first one was measured, and the other ran with the same rungs")
+    assert list_notes(folds)[0].endswith(
+        "; the other had the same rungs, of which each fit keeps what works and pays in it"
+    )
     more = event("fit_began", only_rungs=True, step=0)
-    assert list_notes([*folds, more])[0].startswith("fit ran 3 times; only the first one was measured, and the others ")
+    assert list_notes([*folds, more])[0].startswith("fit ran 3 times; only the first one was measured; the others ")
     assert "other" not in list_notes([*folds, event("fit_began", only_rungs=False, step=0)])[0]
     assert step_of([MADE, FIT, BEGAN]) is None
     assert list_notes([*once, event("unwritten", why="no room")]) == ["the report could not be written: no room"]
