@@ -32,7 +32,7 @@ from fastloop.experiments.trials.script_injection import name_of
 from fastloop.experiments.trials.supervise import Limits
 from fastloop.experiments.trials.trial import Job, allow_quick_starts, forget, refuse
 from fastloop.judge import statistics
-from fastloop.judge.verdict import LEAST_RUNS
+from fastloop.judge.verdict import LEAST_RUNS, LEAST_STEPS
 from fastloop.records import store
 from fastloop.records.experiment import Manifest
 from fastloop.records.secrets import Scrubber, mask_secrets
@@ -123,12 +123,13 @@ def ab(asked: AbRequest, progress: Progress) -> Answer:
 
 def _claim_and_compare(asked: AbRequest, versus: Versus, progress: Progress) -> Answer:
     base = versus.sides[0].arm.config()
-    if asked.steps is not None and asked.steps <= base.watch.warmup_steps + 1:
-        warmup = base.watch.warmup_steps
+    warmup = base.watch.warmup_steps
+    if asked.steps is not None and asked.steps <= warmup + LEAST_STEPS:
         raise ConfigError(
             key="watch.warmup_steps",
             got=f"--steps {asked.steps}",
-            why=f"the first {warmup + 1} steps of a run are not timed (watch.warmup_steps: {warmup})",
+            why=f"the first {warmup + 1} steps of a run are not timed (watch.warmup_steps: {warmup}),"
+            f" and a verdict needs {LEAST_STEPS} that are",
             do=f"write --steps {warmup + FEWEST_STEPS} or more, or auto, or a smaller watch.warmup_steps",
         )
     name = base.name if asked.script is None else name_of(make_command(asked.script, asked.args))

@@ -61,7 +61,10 @@ def refused(request: AbRequest, *, out: str | None = None, **how: Any) -> Config
         (asked("amp", base="train.py"), "it is a script, but the base must be a configuration"),
         (asked(vs_commit="main"), "a script in the working tree"),
         (asked("amp", base=None, script="train.py", vs_commit="main"), "--vs-commit already says what to compare with"),
-        (asked("amp", steps=21), "the first 21 steps of a run are not timed (watch.warmup_steps: 20)"),
+        (
+            asked("amp", steps=25),
+            "the first 21 steps of a run are not timed (watch.warmup_steps: 20), and a verdict needs 5 that are",
+        ),
     ],
     ids=[
         "no arm",
