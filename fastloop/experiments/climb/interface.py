@@ -27,7 +27,7 @@ from fastloop.records.trial import LoaderAnswer, Trial
 HOPELESS = 3.0
 """A trial whose steps take this many times as long as without the rung is not run to its end."""
 CACHED = 0.95
-"""How many times its compile time a later run of the same stack saves. In a climb of ResNet-50 on an H200, 80 s of
+"""Share of its compile time that a later run of the same stack saves. In a climb of ResNet-50 on an H200, 80 s of
 compiling made the first start 69 to 76 s longer than the next three."""
 LAUNCH_BOUND = 0.1
 """Share of a step: if the device finishes a step this soon after the host has issued it, launches are the limit."""
