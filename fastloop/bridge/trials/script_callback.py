@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from fastloop.bridge import namespaces
 from fastloop.bridge.fail_open import fail_open, is_disabled
+from fastloop.bridge.fit import lines
 from fastloop.bridge.fit.callback import FastLoop
 from fastloop.bridge.trials import ceilings, determinism, no_checkpoints
 from fastloop.bridge.trials.gradient_probe import GradientProbe
@@ -314,6 +315,7 @@ class Injected(Callback):
         loop = self._make_loop(dataclasses.replace(config, ladder=ladder, watch=unwatched, strict=False), None)
         loop.writes = False
         if loop is not self._own:
+            loop.say = lines.say  # it has no summary that tells where it goes on
             self._added = [loop]
             self._insert(trainer, loop)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -171,6 +172,19 @@ def test_a_later_fit_of_the_users_run_has_the_rungs_too(orders: Orders, disposab
     assert other.global_step == 5 and orders.measured()["total_steps"] == 5
     assert files == {path: path.stat().st_mtime_ns for path in orders.out.rglob("*")}, "only the first one writes"
     assert not list((orders.place / "logs").rglob("measurement.json"))
+
+
+def test_a_later_fit_says_where_it_goes_on(orders: Orders, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning warns that such a loader is not resumable."""
+    orders(config={"rungs": {"workers": {"enabled": True, "count": 1}}})
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    trainer(max_steps=5, callbacks=[saves], enable_checkpointing=True).fit(models.Regression(), models.loader())
+    with caplog.at_level(logging.INFO):
+        trainer(max_steps=8).fit(
+            models.Regression(), models.loader(), ckpt_path=tmp_path / "step=3.ckpt", weights_only=False
+        )
+    (line,) = [each for each in caplog.messages if "continues after" in each]
+    assert line.startswith("fastloop: continues after batch 3 of epoch 0, in the same order")
 
 
 @pytest.mark.parametrize("disposable", [False, True], ids=["the user's run", "a trial"])
