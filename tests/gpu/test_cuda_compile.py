@@ -18,6 +18,7 @@ from fastloop.feeds.compiled.calls import CompiledCall, put_in
 from tests import models
 from tests.rungs import test_fused as fused
 from tests.rungs.fits import fit, seeded, verdict
+from tests.rungs.test_compile import Own
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(150)]
 GPU: dict[str, Any] = {"accelerator": "gpu"}
@@ -74,6 +75,28 @@ def test_clipping_under_mixed_precision_keeps_norm_and_synchronizations(mode: st
     assert max(norms) < 0.0501
     assert of_ours.count <= of_plain.count, "no synchronization of its own"
     assert models.distance(models.weights(plain), models.weights(ours)) < 5e-3
+
+
+class DrawsOnce(L.Callback):
+    """Leaves other numbers for those who draw later."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        torch.rand(1, device=module.device)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_dropout_draws_what_it_draws_eagerly(mode: str) -> None:
+    def weights(rungs: Any, *callbacks: Any) -> dict[str, torch.Tensor]:
+        module = seeded(Own)
+        module.net.insert(2, torch.nn.Dropout(0.5))
+        fit(rungs, module, callbacks=callbacks, max_epochs=2, **GPU)
+        return models.weights(module)
+
+    plain, compiled = weights(None), {"compile": {"mode": mode}}
+    assert models.distance(plain, weights(compiled)) < 1e-4
+    assert models.distance(plain, weights(compiled, DrawsOnce())) > 1e-3, "the control"
 
 
 @pytest.mark.slow
