@@ -195,7 +195,7 @@ def cases() -> dict[str, Any]:
     with mock.patch.object(DistributedDataParallel, "register_comm_hook", refused):
         found["refused_hook"] = case("refused_hook", {"overlap": {"comm_hook": "bf16"}})
     really, everything = torch.compile, {"amp": {}, "layout": {}, "fused": {}, "compile": {}, **view}
-    with mock.patch.object(torch, "compile", lambda function, mode, dynamic: really(function, backend="eager")):
+    with mock.patch.object(torch, "compile", lambda function, options, dynamic: really(function, backend="eager")):
         found["compiled"] = case("compiled", {"compile": {}, **view})
         found["everything"] = case("everything", everything)
     return {**found, "after_errors": run["after_errors"]("after_errors")}
