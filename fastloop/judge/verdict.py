@@ -89,7 +89,8 @@ def _explain_few_steps(base: Sample, arm: Sample) -> str | None:
         if side.timed_steps is not None and side.timed_steps < LEAST_STEPS:
             return (
                 f"only {say_count(side.timed_steps, 'step')} of {side.name} could be timed, and a verdict needs"
-                f" {LEAST_STEPS}: warm-up and queues take the others; train more steps, or lower watch.warmup_steps"
+                f" {LEAST_STEPS}: the rest went to warm-up and filling queues; train longer, or lower"
+                " watch.warmup_steps"
             )
     return None
 

@@ -140,7 +140,7 @@ CARD = Card(
     plan_shows_refusal=True,
     loads_elsewhere=True,
     explains={
-        "DataLoader worker (pid": "a worker process was killed, most often because memory ran out: use fewer"
+        "DataLoader worker (pid": "a worker process was killed, most often because memory ran out: use fewer workers"
         " (rungs.workers.count, or your loader's num_workers) and continue from your last checkpoint"
     },
 )

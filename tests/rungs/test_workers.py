@@ -508,7 +508,7 @@ def test_a_killed_worker_is_torchs_to_tell(attempt: int) -> None:
         ours = run(WORKERS, batches(400), Kills)
         raise AssertionError(f"{killed} {ours.trainer.state} {ours.trainer.global_step} {ours.loop and ours.loop.plan}")
     assert len(killed) == 2
-    assert any("use fewer (rungs.workers.count" in str(warning.message) for warning in warned)
+    assert any("use fewer workers (rungs.workers.count" in str(warning.message) for warning in warned)
     assert not any("stopped watching" in str(warning.message) for warning in warned)
 
 

@@ -315,7 +315,7 @@ class Injected(Callback):
         loop = self._make_loop(dataclasses.replace(config, ladder=ladder, watch=unwatched, strict=False), None)
         loop.writes = False
         if loop is not self._own:
-            loop.say = lines.say  # it has no summary that tells where it goes on
+            loop.say = lines.say  # no summary will say where it resumed
             self._added = [loop]
             self._insert(trainer, loop)
 

@@ -203,7 +203,7 @@ def list_notes(events: Sequence[ScriptEvent]) -> list[str]:
     times, others = ("twice", "the other") if len(trained) == 2 else (f"{len(trained)} times", "the others")
     said = f"fit ran {times}; only the first one was measured"
     if all(event.only_rungs for event in trained if not event.measured):
-        said += f"; {others} had the same rungs, of which each fit keeps what works and pays in it"
+        said += f"; {others} had the same rungs enabled, and each fit decided by itself which to keep"
     notes = [
         f"fastloop was disabled for one fit by an error: {event.why}" for event in events if event.event == "gave_up"
     ]

@@ -292,7 +292,7 @@ def test_what_to_know_beside_a_measurement() -> None:
     assert list_notes(twice) == ["fit ran twice; only the first one was measured"] and step_of(twice) == 9
     folds = [*once, event("fit_began", only_rungs=True, step=0)]
     assert list_notes(folds)[0].endswith(
-        "; the other had the same rungs, of which each fit keeps what works and pays in it"
+        "; the other had the same rungs enabled, and each fit decided by itself which to keep"
     )
     more = event("fit_began", only_rungs=True, step=0)
     assert list_notes([*folds, more])[0].startswith("fit ran 3 times; only the first one was measured; the others ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from functools import partial
@@ -126,6 +127,26 @@ def test_what_advances_with_each_call_leaves_batches_whole(
     monkeypatch.setattr(gradient_check.KeptState, "find_changed", lambda *_: set())
     blind = run(rungs, EVEN(), module, max_epochs=1, **settings).verdict("batch")
     assert blind.took is True or (names == "spectral_norm of net.0" and "gradient" in blind.why)
+
+
+class Scheduled(Keeps):
+    """Takes the next weight of its loss from an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = itertools.cycle([1.0, 0.5, 0.25])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * next(self.factors)
+
+
+@WAYS
+def test_an_iterator_leaves_batches_whole(rungs: Any, settings: Any, how: str) -> None:
+    plain, ours = both(rungs, EVEN, Scheduled, max_epochs=2, **settings)
+    assert ours.verdict("batch").took is False and "the model keeps an iterator (cycle)" in ours.verdict("batch").why
+    assert distance(plain, ours) == 0
+    other = run(None, EVEN(), Keeps, max_epochs=2, **settings)
+    assert distance(plain, other) > 0, "the control: the weights matter"
 
 
 class Harmless(Keeps):
